@@ -1,0 +1,38 @@
+# Two commands for a newcomer: `make train` and `make test`. Each sets up what it needs first: a fresh machine needs
+# Python 3.11 (or newer) and make, nothing else.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+help: ## show this text
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
+
+# Trains a small GPT on the source files of this machine's Python, split over two CPU ranks with tensor and sequence
+# parallelism; checks the first step against one process; saves a checkpoint and prints a sample of text.
+train: $(INSTALLED) ## train a small GPT on two ranks (about three minutes)
+	$(BIN)/colrow train --tp 2
+
+test: $(INSTALLED) ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## ruff check, ruff format --check, pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean: ## remove the virtual environment and all caches
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted installation is taken up again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "colrow needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "colrow needs Python 3.11 or newer; $(PYTHON) is older: run make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev]'
+	@touch $@
