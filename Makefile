@@ -34,6 +34,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "colrow needs Python 3.11 or newer; $(PYTHON) is older: run make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "Installing into .venv: PyTorch is large, so this can take some minutes."
-	$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev]'
 	@touch $@
