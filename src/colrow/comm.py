@@ -1,0 +1,125 @@
+"""Raw collectives on local tensors. No autograd here, and no raw collective anywhere else.
+
+Every function returns a new tensor, accepts any strides and any dtype, sends nothing on an axis of one rank, and turns
+a lost peer into a `RankError` on the ranks that remain. Sums of 16-bit floats are taken in fp32.
+
+Bytes that a rank sends, for x of n bytes on t ranks: all_reduce 2 n (t-1)/t, all_gather (of the whole, n) and
+reduce_scatter n (t-1)/t each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from colrow.errors import RankError
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """x summed (or reduced by `op`) over the ranks: the same bits on each of them."""
+    if mesh.size() == 1 or x.numel() == 0:
+        return x.clone()
+    total = x.to(sum_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
+    with _peers("all_reduce", mesh):
+        dist.all_reduce(total, op, group=mesh.get_group())
+    return total.to(x.dtype)
+
+
+def all_gather(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The ranks' slices of dimension `dim` joined; `sizes[r]` is the size of rank r's. A copy less on dim 0."""
+    whole = _with_size(x, dim, sum(sizes))
+    if mesh.size() == 1 or whole.numel() == 0:
+        return x.clone() if mesh.size() == 1 else x.new_zeros(whole)
+    per = max(sizes)
+    rows = _pad(x.movedim(dim, 0), per)
+    out = rows.new_empty((mesh.size() * per, *rows.shape[1:]))
+    with _peers("all_gather", mesh):
+        dist.all_gather_single(out, rows, group=mesh.get_group())
+    if all(size == per or sum(sizes[rank:]) == size for rank, size in enumerate(sizes)):
+        out = out.narrow(0, 0, sum(sizes))  # only the tail is padding
+    else:
+        out = torch.cat([out.narrow(0, rank * per, size) for rank, size in enumerate(sizes)])
+    return out.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) -> Tensor:
+    """x summed over the ranks, of which each keeps its slice of dimension `dim`.
+
+    An all-to-all and a local sum: gloo's own reduce-scatter is an all-reduce of everything, and a local sum can be
+    taken in fp32, in an order that does not depend on the ring, for the same bytes.
+    """
+    mine = sizes[mesh.get_local_rank()]
+    if mesh.size() == 1 or x.numel() == 0:
+        return x.clone() if mesh.size() == 1 else x.new_zeros(_with_size(x, dim, mine))
+    rows = x.movedim(dim, 0).contiguous()
+    terms = rows.new_empty((mesh.size() * mine, *rows.shape[1:]))
+    with _peers("reduce_scatter", mesh):
+        dist.all_to_all_single(terms, rows, [mine] * mesh.size(), list(sizes), group=mesh.get_group())
+    total = terms.view(mesh.size(), mine, *rows.shape[1:]).sum(0, dtype=sum_dtype(x.dtype)).to(x.dtype)
+    return total.movedim(0, dim).contiguous()
+
+
+def broadcast(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """x of the axis's first rank, on all of them. (`src` is a *global* rank: the axis {2, 3} has no rank 0.)"""
+    value = x.clone(memory_format=torch.contiguous_format)
+    if mesh.size() > 1 and x.numel() > 0:
+        with _peers("broadcast", mesh):
+            dist.broadcast(value, src=first_rank(mesh), group=mesh.get_group())
+    return value
+
+
+def exchange(numbers: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
+    """Every rank's list of integers (all of one length): how ranks agree on something before they act on it."""
+    mine = torch.tensor([list(numbers)], dtype=torch.int64, device=device(mesh))
+    return all_gather(mine, mesh, 0, (1,) * mesh.size()).tolist()
+
+
+def device(mesh: DeviceMesh) -> torch.device:
+    """Where this rank's collectives on `mesh` run: the CPU, or the accelerator that is current."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def first_rank(mesh: DeviceMesh) -> int:
+    """The global rank of the axis's first member: it names the data-parallel replica that the axis belongs to."""
+    return int(mesh.mesh.flatten()[0])
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are summed."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _pad(rows: Tensor, size: int) -> Tensor:
+    if rows.shape[0] == size:
+        return rows.contiguous()
+    padded = rows.new_zeros((size, *rows.shape[1:]))
+    padded.narrow(0, 0, rows.shape[0]).copy_(rows)
+    return padded
+
+
+def _with_size(x: Tensor, dim: int, size: int) -> torch.Size:
+    shape = list(x.shape)
+    shape[dim] = size
+    return torch.Size(shape)
+
+
+@contextmanager
+def _peers(verb: str, mesh: DeviceMesh) -> Iterator[None]:
+    """A peer that died or never came is said in our words; what the backend said follows as the cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise RankError(
+            f"{verb} on ranks {mesh.mesh.tolist()}",
+            f"it did not complete ({first_line})",
+            "every rank must reach the same collectives with the same shapes",
+            "Read the first traceback of the other ranks: one of them left, or was given other shapes",
+        ) from error

@@ -1,0 +1,19 @@
+"""Plans of known models, one small file a family, found by `model.config.model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from torch import nn
+
+from colrow.families import gpt
+from colrow.plan import Plan
+
+FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {"colrow-gpt": gpt.plan}
+
+
+def find(model: nn.Module) -> Plan | None:
+    """The plan of the model's family, if it is of a known one."""
+    family = FAMILIES.get(str(getattr(getattr(model, "config", None), "model_type", None)))
+    return None if family is None else family(model)

@@ -1,0 +1,221 @@
+"""The two linear layers of tensor parallelism, Y = g(act(f(X) A) B): A split by columns, B by rows.
+
+    rank 0   X -> X A0 -> act -> (.) B0 = Y0 \
+                                              g: sum -> Y
+    rank 1   X -> X A1 -> act -> (.) B1 = Y1 /
+
+(arXiv:1909.08053, section 3; with sequence parallelism arXiv:2205.05198, section 4.2.)
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from colrow.context import leave
+from colrow.errors import LayoutError, ShapeError
+from colrow.gradients import Watched
+from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh
+from colrow.moves import forget_shard, move, shard_of
+from colrow.params import read
+from colrow.split import Piece, Split
+
+
+class ColumnLinear(Watched, nn.Linear):
+    """A linear layer whose outputs are split: rank r computes X A_r, the r-th slice of the output features.
+
+    Arguments:
+        in_features, out_features: the true sizes; the ranks need not divide them.
+        mesh: one axis of a DeviceMesh.
+        src: the input's layout. `I`: whole activations (the layer applies f). `S(0)`: this rank's tokens, (n, in), of
+            all of them; the layer gathers. `R`: already gathered, by a `move` that several column layers share.
+
+    Shapes: input (..., in), `src`; output (..., out on this rank), `S(-1)`. Weight at rest (out, in), `Shard(0)`,
+    padded with zeros to a multiple of the ranks; drawn as `nn.Linear` draws it, so its whole is the same at any degree.
+
+    Cost: `I` an all-reduce of (..., in) in backward. `S(0)` an all-gather, and in backward a reduce-scatter and one
+    more all-gather: what is saved is the shard, not the gathered input. `R` nothing, but for that second all-gather.
+
+    Raises:
+        LayoutError: a mesh of several axes, or another `src`.
+        ShapeError: an input whose last dimension is not `in_features`.
+    """
+
+    src: Layout
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: DeviceMesh,
+        src: Layout = I,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_mesh(mesh, type(self).__name__)
+        self._check_end("src", src, (I, R))
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        split = Split(0, (Piece(out_features),), mesh.size(), trimmed=True)
+        self.src = src
+        self.adopt(mesh, {"weight": split} | ({"bias": split} if bias else {}))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_width(input, self.in_features)
+        x = input if self.src == R else move(input, self.mesh, src=self.src, dst=R)
+        y = regathering_linear(x, *self._terms())
+        if x is not input:
+            forget_shard(x)
+        return y
+
+    def _terms(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's weight (out on this rank, in) and bias."""
+        weight = read(self.weight, self.splits["weight"], self.mesh, R)
+        bias = None if self.bias is None else read(self.bias, self.splits["bias"], self.mesh, R)
+        return weight, bias
+
+    def _check_width(self, x: Tensor, *allowed: int) -> None:
+        if x.shape[-1] not in allowed:
+            given = f"an input of shape {tuple(x.shape)}"
+            wanted = " or ".join(str(width) for width in dict.fromkeys(allowed))
+            fix = "Feed it what the unsplit layer would get, in the layout that it was built for"
+            raise ShapeError(type(self).__name__, given, f"its last dimension must be {wanted}", fix)
+
+    @classmethod
+    def _check_end(cls, name: str, layout: Layout, allowed: tuple[Layout, ...]) -> None:
+        if check_layout(layout, f"{cls.__name__}({name}=)") in allowed:
+            return
+        if not isinstance(layout, S) or layout.dim != 0:
+            given = f"{name}={layout}"
+            legal = ", ".join([*(str(a) for a in allowed), "S(0)"])
+            fix = "Bring the tensor into one of these with colrow.move"
+            raise LayoutError(cls.__name__, given, f"{name} may be {legal}", fix)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, src={self.src}, tp={self.mesh.size()}"
+
+
+class RowLinear(ColumnLinear):
+    """A linear layer whose inputs are split: rank r computes X_r B_r, a term of the output; the terms are summed.
+
+    Arguments:
+        in_features, out_features: the true sizes; the ranks need not divide them.
+        mesh: one axis of a DeviceMesh.
+        dst: the output's layout. `I`: whole (the layer applies g). `S(0)`: this rank's tokens of all of them, (n, out).
+            `P`: the terms, not summed and without the bias: for a sum that a `move` takes later.
+
+    Shapes: input (..., in on this rank), `S(-1)`; output (..., out) or (n, out), `dst`. Weight at rest (out, in),
+    `Shard(1)`, zero-padded; the bias is whole on every rank, and added once, after the sum. Padding in the input, as
+    `ColumnLinear` may leave it, is not read: whatever stands there does not count.
+
+    Cost: `I` an all-reduce of (..., out) forward, nothing backward. `S(0)` a reduce-scatter and an all-gather; the bias
+    then sees this rank's tokens only, and its gradient is summed over the ranks at the end of the backward pass.
+    """
+
+    dst: Layout
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: DeviceMesh,
+        dst: Layout = I,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_mesh(mesh, type(self).__name__)
+        self._check_end("dst", dst, (I, P))
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        self.dst = dst
+        self.adopt(mesh, {"weight": Split(1, (Piece(in_features),), mesh.size(), trimmed=True)})
+
+    def forward(self, input: Tensor) -> Tensor:
+        split, rank = self.splits["weight"], self.mesh.get_local_rank()
+        valid = split.valid(rank)
+        self._check_width(input, valid, split.local_size)
+        weight = read(self.weight, split, self.mesh, R).narrow(1, 0, valid)
+        y = F.linear(input.narrow(-1, 0, valid), weight)
+        if self.dst == P:
+            return y
+        sharded = isinstance(self.dst, S)
+        y = leave(y, self.mesh, tokens=tuple(y.shape[:-1]) if sharded else None)
+        if self.bias is None:
+            return y
+        return y + read(self.bias, None, self.mesh, R if sharded else I)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, dst={self.dst}, tp={self.mesh.size()}"
+
+
+class VocabHead(ColumnLinear):
+    """The output projection, split over the vocabulary: a `ColumnLinear` that says what its logits are.
+
+    Shapes: input (..., in), `src`; output a DTensor of the true global shape (..., vocabulary), `Shard(-1)`. What
+    `vocab_cross_entropy` takes as it is; `.full_tensor()` makes it whole.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input)
+        shape = torch.Size((*y.shape[:-1], self.splits["weight"].true_size))
+        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        return DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
+
+
+def regathering_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, which saves the shard that x was gathered from, if it was, and not x."""
+    source = shard_of(x) if torch.is_grad_enabled() and weight.requires_grad else None
+    if source is None:
+        return F.linear(x, weight, bias)
+    node, shard = source
+    node.again = again = getattr(node, "again", None) or Regather(node.mesh, node.src, node.sizes)
+    again.users += 1
+    return _RegatheringLinear.apply(x, shard, weight, bias, again)
+
+
+class Regather:
+    """One second gather in backward for all column layers that share the first (q, k and v, say)."""
+
+    def __init__(self, mesh: DeviceMesh, src: S, sizes: tuple[int, ...]) -> None:
+        self.mesh, self.src, self.sizes = mesh, S(src.dim, size=sizes), sizes
+        self.users = self.served = 0
+        self.whole: Tensor | None = None
+
+    def __call__(self, shard: Tensor) -> Tensor:
+        """The whole input as (tokens, in). Gathered for the first user, let go with the last."""
+        if torch.is_grad_enabled():  # a graph of the backward pass is wanted: each user needs its own
+            return move(shard, self.mesh, src=self.src, dst=R).flatten(0, -2)
+        if self.whole is None:
+            self.whole = move(shard, self.mesh, src=self.src, dst=R).flatten(0, -2)
+        whole, self.served = self.whole, self.served + 1
+        if self.served == self.users:
+            self.whole, self.served = None, 0
+        return whole
+
+
+class _RegatheringLinear(torch.autograd.Function):
+    """y = x W^T + b. Backward: dx = dy W, dW = dy^T x with x gathered again from its shard, db = sum dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, again: Regather) -> Tensor:
+        ctx.save_for_backward(shard, weight)
+        ctx.again, ctx.x_dtype, ctx.bias_dtype = again, x.dtype, None if bias is None else bias.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        shard, weight = ctx.saved_tensors
+        needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = dy.flatten(0, -2)  # autocast may have computed y in a lower precision than x and W are kept in
+        dx = (dy @ weight.to(dy.dtype)).to(ctx.x_dtype) if needs_x else None
+        dw = (rows.t() @ ctx.again(shard).to(dy.dtype)).to(weight.dtype) if needs_weight else None
+        db = rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return dx, None, dw, db, None

@@ -1,0 +1,52 @@
+"""Modules whose parameters are whole on every rank: LayerNorm, RMSNorm, a user's own, a router, position embeddings.
+
+Such a module computes what it always did. Tensor parallelism adds only the layout of its parameters' gradient, and that
+depends on where the module is: on whole activations every rank computes the same gradient (`I`), on this rank's tokens
+or heads each computes one term of it (`R`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from colrow.gradients import Watched
+from colrow.layout import I, Layout
+from colrow.params import read
+
+
+class SplitModule(Watched):
+    """A module that somebody else wrote, running as part of a split model. Its class is made by `become`.
+
+    Its own `forward` sees the parameters it owns directly as local tensors.
+
+    Attributes:
+        grads: how each of its own parameters is read (`I` or `R`), by its short name.
+    """
+
+    origin: ClassVar[type[nn.Module]]
+    grads: dict[str, Layout]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.origin.forward(self._in_flight(), *args, **kwargs)
+
+    def _in_flight(self) -> Any:
+        """The module as its author knows it: of the original class, with local tensors for its own parameters.
+
+        A view: it shares everything else (submodules, buffers, hooks) with the module, which is not touched. So the
+        same module can run twice at a time, as recomputation in backward does.
+        """
+        if not any(param is not None for param in self._parameters.values()):
+            return self
+        view = object.__new__(self.origin)
+        view.__dict__.update(self.__dict__)
+        view.__dict__["_parameters"] = {
+            name: None if param is None else read(param, None, self.mesh, self.grads.get(name, I))
+            for name, param in self._parameters.items()
+        }
+        return view
+
+
+class Replicated(SplitModule):
+    """A module of which every parameter is whole on every rank, read as its rule says."""

@@ -1,0 +1,181 @@
+"""The one call: resolve and validate everything, then replace parameters and classes in place."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from colrow import comm, families
+from colrow import plan as rules
+from colrow.dropout import Dropout
+from colrow.embedding import VocabEmbedding
+from colrow.errors import ColrowError, PlanError, RankError
+from colrow.gradients import PartialSums, Watched
+from colrow.init import check_resettable, whole_values
+from colrow.layout import check_mesh
+from colrow.linear import ColumnLinear, RowLinear, VocabHead
+from colrow.loss import VocabCrossEntropy
+from colrow.norm import Replicated, SplitModule
+from colrow.params import agree, shard
+from colrow.plan import Plan
+from colrow.region import Block, LastNorm, Model, Region, become
+from colrow.resolve import Resolved, Site, resolve
+
+_MIXINS: dict[type[rules.Rule], type[nn.Module]] = {
+    rules.Replicated: Replicated,
+    rules.Norm: Replicated,
+    rules.LastNorm: LastNorm,
+    rules.Column: ColumnLinear,
+    rules.Row: RowLinear,
+    rules.Vocab: VocabEmbedding,
+    rules.Head: VocabHead,
+    rules.Loss: VocabCrossEntropy,
+    rules.Attention: Region,
+    rules.Mlp: Region,
+    rules.Block: Block,
+    rules.Drop: Dropout,
+}
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    sequence_parallel: bool = True,
+    check_inputs: int = 3,
+) -> nn.Module:
+    """Split `model` over the ranks of `mesh`, in place. It is called, trained and saved as before.
+
+    Arguments:
+        model: any module, in memory or on meta, the same on every rank; where ranks differ the first rank's values
+            count. On meta, each module is initialised whole by its `reset_parameters` and split at once, so every
+            degree starts from the same weights.
+        mesh: one axis of a DeviceMesh, `mesh["tp"]`. Its size need not divide anything.
+        plan: what the parts mean. Without one, that of the model's family; with one, it goes before the family's.
+        sequence_parallel: keep norms, dropout and residuals of the blocks on 1/t of the tokens.
+        check_inputs: the first so many calls check that all ranks were given the same inputs (-1: all calls).
+
+    Returns: `model`. Its parameters are DTensors on `mesh`, its names, hooks, dtypes, ties and `requires_grad` are what
+    they were, and its outputs are whole. Build the optimizer afterwards.
+
+    Cost: an all-gather of a few numbers a parameter. Afterwards, per layer: two all-reduces forward and two backward;
+    with sequence parallelism two all-gathers and two reduce-scatters each way, and two more all-gathers in backward.
+
+    Raises:
+        PlanError: the plan does not fit, or the model is split already; the model is as it was.
+        RankError: the ranks have different models or plans.
+    """
+    check_mesh(mesh, "colrow.parallelize")
+    resolved = _resolve_alike(model, mesh, plan, sequence_parallel)
+    _apply(model, mesh, resolved)
+    become(model, Model)
+    vars(model)["checks_left"] = check_inputs
+    return model
+
+
+def find_plan(model: nn.Module, plan: Plan | None = None) -> Plan:
+    """The plan that counts for `model`: the caller's, then its family's."""
+    family = families.find(model)
+    if plan is not None:
+        return plan if family is None else plan | family
+    if family is None:
+        known = ", ".join(sorted(families.FAMILIES))
+        given = f"no plan, and {type(model).__name__} is of no known family"
+        fix = (
+            'Pass a plan, Plan({"up": Column(), "down": Row(), ...}), with a rule for every module that has parameters'
+        )
+        raise PlanError("colrow.parallelize", given, f"the families are {known}", fix)
+    if plan is None or family is None:
+        return plan or family
+    return plan | family
+
+
+def _resolve_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, sequence_parallel: bool) -> Resolved:
+    """Resolve, and make sure that every rank did, to the same end: an error on one is an error on all."""
+    error = None
+    resolved = None
+    try:
+        for name, module in model.named_modules():
+            if isinstance(module, Watched | Dropout):
+                given = f"{name or 'the model'} is split already ({type(module).__name__})"
+                raise PlanError("colrow.parallelize", given, "a model is split once", "Build it anew to split it again")
+        resolved = resolve(model, find_plan(model, plan), mesh.size(), sequence_parallel=sequence_parallel)
+        check_resettable(model)
+    except ColrowError as raised:
+        error = raised
+    digest = zlib.crc32(repr((resolved, error is None)).encode())
+    every = comm.exchange([digest, int(error is not None)], mesh)
+    if error is not None:
+        raise error
+    if len({numbers[0] for numbers in every}) > 1:
+        failed = [rank for rank, (_, bad) in enumerate(every) if bad]
+        given = f"ranks {failed} could not resolve it" if failed else "it resolved to different splits"
+        fix = "Build the same model with the same plan on every rank"
+        raise RankError("colrow.parallelize", given, "every rank splits the same model by the same plan", fix)
+    if resolved is None:
+        raise RankError("colrow.parallelize", "nothing was resolved", "resolve returns a value", "Report this")
+    return resolved
+
+
+def _apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved) -> None:
+    """Replace every module's parameters by shards, then its class. Only agreed values come here; nothing fails."""
+    sums = PartialSums(mesh)
+    modules = dict(model.named_modules())
+    by_name = {site.name: site for site in resolved.sites}
+    done: dict[int, nn.Parameter] = {}
+    in_memory = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    agreed = _agreed(model, mesh) if in_memory else {}
+    for name, module in modules.items():
+        site = by_name[name]
+        old = {short: param for short, param in module._parameters.items() if param is not None}
+        values, buffers = whole_values(module, comm.device(mesh))
+        if in_memory:
+            values = {short: agreed[id(param)] for short, param in old.items()}
+            buffers = {short: agreed[id(buffer)] for short, buffer in buffers.items()}
+        else:
+            values = dict(zip(values, agree(list(values.values()), mesh), strict=True))
+        for short, param in old.items():
+            if id(param) not in done:  # a tied one keeps its first value, as in building the model
+                split = site.splits.get(short)
+                done[id(param)] = shard(values[short], split, mesh, requires_grad=param.requires_grad)
+            module._parameters[short] = done[id(param)]
+        for short, buffer in buffers.items():
+            module._buffers[short] = buffer.to(comm.device(mesh))
+        _convert(module, site, mesh, sums, root=module is model)
+    sums.watch(done.values())
+
+
+def _agreed(model: nn.Module, mesh: DeviceMesh) -> dict[int, Tensor]:
+    """The values of all parameters and buffers, equal on every rank, by the identity of the tensor they replace."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    with torch.no_grad():
+        return dict(zip(map(id, tensors), agree(tensors, mesh), strict=True))
+
+
+def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums, *, root: bool) -> None:
+    """Give a module the class that its rule asks for. One without rule or parameters keeps its own."""
+    mixin = None if site.rule is None else _MIXINS[type(site.rule)]
+    if isinstance(module, nn.Dropout):
+        mixin = Dropout
+    elif mixin is None and site.grads and not root:
+        mixin = Replicated
+    if mixin is not None:
+        become(module, mixin)
+    if not (root or isinstance(module, Watched | Dropout)):
+        return
+    attributes: dict[str, object] = {"mesh": mesh}
+    if root or isinstance(module, Watched):
+        attributes |= {"splits": dict(site.splits), "sums": sums}
+    if root or isinstance(module, SplitModule):
+        attributes |= {"grads": dict(site.grads)}
+    if isinstance(module, Region | Block | LastNorm):
+        attributes |= {"sharded": site.sharded}
+    if isinstance(module, Dropout | ColumnLinear):
+        attributes |= {"src": site.src}
+    if isinstance(module, RowLinear | VocabEmbedding | LastNorm):
+        attributes |= {"dst": site.dst}
+    vars(module).update(attributes | dict(site.patches))

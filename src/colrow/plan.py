@@ -1,0 +1,223 @@
+"""A plan says what the parts of a model *mean*: glob -> rule, as one frozen value. How to split follows from it.
+
+    Plan({
+        "blocks.*":           Block(),
+        "blocks.*.norm_*":    Norm(),
+        "blocks.*.attn":      Attention(heads="n_head", kv_heads="n_kv_head"),
+        "blocks.*.attn.qkv":  Column(HEADS, KV_HEADS, KV_HEADS),
+        "blocks.*.attn.proj": Row(HEADS),
+        ...
+    })
+
+Patterns name modules (or single parameters); `*` stands within one name between dots, `**` for any number of names. A
+plan is *total*: every pattern matches something, every parameter has exactly one owner. `first | second` asks `second`
+only for what `first` does not name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import translate
+
+from colrow.errors import PlanError, near_misses
+from colrow.layout import Layout, R
+
+
+class Unit(Enum):
+    """What a sharded dimension is made of."""
+
+    FEATURES = "features"
+    """Independent features, as of an MLP's hidden layer: any of them may go to any rank."""
+    HEADS = "heads"
+    """Query heads, of the size and number that the Attention rule above names: dealt out whole."""
+    KV_HEADS = "kv_heads"
+    """Key/value heads: dealt out with their query heads; whole on every rank if there are fewer than ranks."""
+
+
+FEATURES, HEADS, KV_HEADS = Unit.FEATURES, Unit.HEADS, Unit.KV_HEADS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Base of the rules."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+@dataclass(frozen=True)
+class Replicated(Rule):
+    """Whole on every rank: any module or single parameter that is not split.
+
+    `grad` overrides how its parameters are read (`I`: each rank computes the whole gradient; `R`: one term of it).
+    By default that follows from the place: `I` on whole activations, `R` on this rank's tokens, and `R` inside
+    attention or MLP, where a rank sees its own heads or features only.
+    """
+
+    grad: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Norm(Replicated):
+    """LayerNorm, RMSNorm or a user's own: whole on every rank, computed token by token (or head by head)."""
+
+
+@dataclass(frozen=True)
+class LastNorm(Rule):
+    """The norm after the last block, where the sequence-parallel stretch ends. See `region.LastNorm` for `dst`."""
+
+    dst: Layout = R
+
+
+@dataclass(frozen=True, init=False)
+class Column(Rule):
+    """A linear layer split by its outputs, which are made of these units: several for a fused projection.
+
+    `Column()` is an MLP's first layer, `Column(FEATURES, FEATURES)` a fused [gate | up], `Column(HEADS, KV_HEADS,
+    KV_HEADS)` a fused [q | k | v].
+    """
+
+    units: tuple[Unit, ...]
+
+    def __init__(self, *units: Unit) -> None:
+        object.__setattr__(self, "units", units or (FEATURES,))
+
+    def __str__(self) -> str:
+        return f"Column({', '.join(unit.value for unit in self.units)})"
+
+
+@dataclass(frozen=True)
+class Row(Rule):
+    """A linear layer split by its inputs, whose outputs are summed: the partner of one or more column layers."""
+
+    unit: Unit = FEATURES
+
+    def __str__(self) -> str:
+        return f"Row({self.unit.value})"
+
+
+@dataclass(frozen=True)
+class Vocab(Rule):
+    """A token embedding, split over the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Head(Rule):
+    """The output projection, split over the vocabulary; it may share its weight with a `Vocab` embedding.
+
+    `src` is the layout that its input arrives in: `R` after a `LastNorm(dst=R)`, else `I`.
+    """
+
+    src: Layout = R
+
+
+@dataclass(frozen=True)
+class Loss(Rule):
+    """An `nn.CrossEntropyLoss` over the head's logits, (..., vocabulary): computed without gathering them."""
+
+
+@dataclass(frozen=True)
+class Attention(Rule):
+    """The attention module: one gather at its entry. Names the attributes that hold its numbers of heads.
+
+    On each rank the attributes are set to what the rank computes. `kv_heads` may be left out where all heads have
+    their own keys and values; `head_dim` may be a number.
+    """
+
+    heads: str
+    kv_heads: str | None = None
+    head_dim: str | int = "head_dim"
+
+
+@dataclass(frozen=True)
+class Mlp(Rule):
+    """A module that holds column and row layers: one gather at its entry. (Without it, each column layer gathers.)"""
+
+
+@dataclass(frozen=True)
+class Block(Rule):
+    """A transformer block: norms, dropout and residuals, token by token, around attention and MLP."""
+
+
+@dataclass(frozen=True)
+class Drop(Rule):
+    """An `nn.Dropout` inside attention or MLP: `HEADS` for probabilities (batch, heads, ...), `FEATURES` between a
+    column and a row layer (..., features), None after the row layer. Elsewhere dropout needs no rule."""
+
+    unit: Unit | None = None
+
+
+class Plan:
+    """A total map from the parts of a model to rules; immutable. See the module's first lines.
+
+    Arguments:
+        rules: pattern -> rule. Within one plan, two patterns may not give one module two different rules.
+    """
+
+    __slots__ = ("layers",)
+    layers: tuple[tuple[tuple[str, Rule], ...], ...]
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        for pattern, rule in rules.items():
+            if not isinstance(rule, Rule):
+                kinds = ", ".join(kind.__name__ for kind in Rule.__subclasses__())
+                given = f"{rule!r} is not a rule"
+                raise PlanError(f"plan, pattern '{pattern}'", given, f"the rules are {kinds}", "Write Column(), say")
+        object.__setattr__(self, "layers", (tuple(rules.items()),))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Plan is immutable; combine plans with |")
+
+    def __or__(self, other: Plan) -> Plan:
+        both = object.__new__(Plan)
+        object.__setattr__(both, "layers", self.layers + other.layers)
+        return both
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.layers == other.layers
+
+    def __hash__(self) -> int:
+        return hash(self.layers)
+
+    def __repr__(self) -> str:
+        layers = [", ".join(f"{pattern!r}: {rule}" for pattern, rule in layer) for layer in self.layers]
+        return " | ".join(f"Plan({{{layer}}})" for layer in layers)
+
+    def match(self, modules: Iterable[str], params: Iterable[str]) -> dict[str, Rule]:
+        """The rule of every module or parameter that has one, by name.
+
+        Raises:
+            PlanError: a pattern that matches nothing (with near misses), or two rules for one name.
+        """
+        modules, params = list(modules), list(params)
+        found: dict[str, Rule] = {}
+        for layer in self.layers:
+            mine: dict[str, tuple[str, Rule]] = {}
+            for pattern, rule in layer:
+                names = [*modules, *params] if isinstance(rule, Replicated) else modules
+                hits = [name for name in names if glob(pattern).match(name)]
+                if not hits:
+                    given = f"it matches no {'module or parameter' if isinstance(rule, Replicated) else 'module'}"
+                    near = near_misses(pattern, [name for name in names if name])
+                    raise PlanError(f"plan, pattern '{pattern}'", given, f"there are {near}", "Correct the pattern")
+                for name in hits:
+                    other, theirs = mine.setdefault(name, (pattern, rule))
+                    if theirs != rule:
+                        given = f"'{other}' says {theirs} and '{pattern}' says {rule}"
+                        raise PlanError(name, given, "one part of a model has one rule", "Narrow one of the patterns")
+            found = {name: rule for name, (_, rule) in mine.items()} | found
+        return found
+
+
+def glob(pattern: str) -> re.Pattern[str]:
+    """`*` within one name between dots, `**` for any number of names."""
+    if not pattern:
+        return re.compile(r"\Z")
+    parts = []
+    for part in pattern.split("."):
+        inner = translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^.]*")
+        parts.append(r"[^.]+(?:\.[^.]+)*" if part == "**" else inner)
+    return re.compile(r"\.".join(parts) + r"\Z")

@@ -1,0 +1,186 @@
+"""The modules between which the stream changes its layout: the model, its blocks, attention and MLP, the last norm.
+
+    model        I            positions, embeddings, masks: everything at this level is whole
+      block      I, or S      norms, dropout, residuals: token by token; with sequence parallelism on 1/t of them
+        region   R            attention and MLP: column layers, ..., a row layer that leaves again
+      last norm  S -> R or I  the end of the sequence-parallel stretch
+
+Each is a mixin: `become` gives a module the class "mixin over the class it had", so that names, hooks, `isinstance` and
+the author's `forward` stay.
+"""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from colrow import comm
+from colrow.context import Call, Shape, agreed_draws, current, enter, gather, mark, marked, running, scatter, tokens_at
+from colrow.dropout import Dropout
+from colrow.errors import RankError, ShapeError
+from colrow.gradients import in_backward
+from colrow.layout import I, Layout, S
+from colrow.moves import forget_shard, move
+from colrow.norm import SplitModule
+from colrow.params import fingerprint, local
+
+
+class Region(SplitModule):
+    """Attention or MLP: the operator f at its entry, shared by all the column layers inside.
+
+    Attributes:
+        sharded: whether its input is this rank's tokens.
+    """
+
+    sharded: bool
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.sharded:
+            return super().forward(enter(x, self.mesh, None), *args, **kwargs)
+        tokens = tokens_at(x, type(self).__name__, in_backward())
+        whole = enter(x, self.mesh, tokens)
+        with running(Call(tokens)):
+            out = super().forward(whole, *args, **kwargs)
+        forget_shard(whole)
+        return out
+
+
+class Block(SplitModule):
+    """A transformer block. Under sequence parallelism its stream is this rank's tokens, (n, hidden).
+
+    The first block that runs in a model's call opens the stream (I -> S), the last norm closes it. A block that is
+    called by itself, outside the model, takes and returns whole activations.
+    """
+
+    sharded: bool
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.sharded:
+            return super().forward(x, *args, **kwargs)
+        outer = current()
+        alone = outer is None and not in_backward()
+        known = outer.tokens if outer is not None else None if alone else marked(x, type(self).__name__)
+        mark(x, known)
+        if known is None:
+            x, tokens = scatter(x, self.mesh)
+        else:
+            tokens = known
+        with running(Call(tokens)), agreed_draws(self.mesh) if alone and _draws(self) else nullcontext():
+            out = super().forward(x, *args, **kwargs)
+        if outer is not None:
+            outer.tokens = tokens
+        if alone:
+            return _close(out, self, tokens)
+        if isinstance(out, Tensor):
+            mark(out, tokens)
+        return out
+
+
+class LastNorm(SplitModule):
+    """The norm after the last block: on this rank's tokens, and then out of the sequence-parallel stretch.
+
+    Attributes:
+        sharded: whether its input is this rank's tokens.
+        dst: how its readers use the result: `R` for a vocabulary-parallel head (each rank's gradient is one term), `I`
+            for anything whole. The wrong one leaves the loss right and makes the gradients t times too large or small.
+    """
+
+    sharded: bool
+    dst: Layout
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.sharded:
+            y = super().forward(x, *args, **kwargs)
+            return y if self.dst == I else move(y, self.mesh, src=I, dst=self.dst)
+        tokens = tokens_at(x, type(self).__name__, in_backward())
+        y = super().forward(x, *args, **kwargs)
+        call = current()
+        if call is not None:
+            call.tokens = None
+        return gather(y, self.mesh, tokens, self.dst)
+
+
+class Model(SplitModule):
+    """The split model: its inputs and outputs are those of the unsplit one.
+
+    Attributes:
+        checks_left: the next so many calls check that the ranks were given the same inputs (-1: every call).
+    """
+
+    checks_left: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.checks_left:
+            self.checks_left -= 1
+            check_same_inputs(self, args, kwargs)
+        with running(Call()) as call, agreed_draws(self.mesh) if _draws(self) else nullcontext():
+            out = super().forward(*args, **kwargs)
+            if call.tokens is not None:
+                out = _close(out, self, call.tokens)
+        return _whole(out)
+
+
+def become(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Give `module` the class "`mixin` over the class it has", as `fully_shard` does: the object stays the same."""
+    origin = type(module)
+    if issubclass(mixin, origin):
+        module.__class__ = mixin
+    else:
+        name = f"{mixin.__name__}[{origin.__name__}]"
+        module.__class__ = type(name, (mixin, origin), {"origin": origin, "__module__": origin.__module__})
+
+
+def check_same_inputs(model: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An error on every rank if the ranks of the axis were given different inputs. Cost: an all-gather of 128 bytes."""
+    named = [*((str(i), value) for i, value in enumerate(args)), *kwargs.items()]
+    tensors = [(name, value.detach()) for name, value in named if isinstance(value, Tensor)][:8]
+    names = [name for name, _ in tensors] + ["?"] * (8 - len(tensors))
+    shapes = [zlib.crc32(repr((name, x.shape, x.dtype)).encode()) for name, x in tensors] + [0] * (8 - len(tensors))
+    prints = [fingerprint(x) for _, x in tensors] + [0] * (8 - len(tensors))
+    every = comm.exchange([*shapes, *prints], model.mesh)
+    for place, kind in [*((i, "shape or dtype") for i in range(8)), *((8 + i, "content") for i in range(8))]:
+        alike: dict[int, list[int]] = {}
+        for rank, numbers in enumerate(every):
+            alike.setdefault(numbers[place], []).append(rank)
+        if len(alike) > 1:
+            raise RankError(
+                f"{type(model).__name__}, input {names[place % 8]}",
+                f"the ranks were given tensors of different {kind} (alike are ranks {list(alike.values())})",
+                "all ranks of one tensor-parallel axis work on the same batch",
+                "Seed the sampler by the data-parallel rank, not by the global rank",
+            )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a call will draw random numbers."""
+    return any(isinstance(m, Dropout) and m.training and m.p > 0 for m in module.modules())
+
+
+def _close(out: Any, module: SplitModule, tokens: Shape) -> Any:
+    """Whole outputs of a module that ended inside the sequence-parallel stretch: S -> I."""
+    if isinstance(out, Tensor):
+        return gather(out, module.mesh, tokens, I)
+    if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
+        return (gather(out[0], module.mesh, tokens, I), *out[1:])
+    given = f"an output of type {type(out).__name__}"
+    fix = "Give the norm after the last block the rule LastNorm()"
+    raise ShapeError(type(module).__name__, given, "the stream ends in a tensor, or a tuple that starts with one", fix)
+
+
+def _whole(out: Any) -> Any:
+    """Logits that left the model split over the vocabulary, made whole (S -> I). Containers keep their type."""
+    if isinstance(out, DTensor):
+        placement = out.placements[-1]
+        if not isinstance(placement, Shard):
+            return out
+        src = S(placement.dim, size=out.shape[placement.dim])
+        return move(local(out, grad=S(placement.dim)), out.device_mesh, src=src, dst=I)
+    if type(out) in (tuple, list):
+        return type(out)(_whole(item) for item in out)
+    if type(out) is dict:
+        return {name: _whole(item) for name, item in out.items()}
+    return out

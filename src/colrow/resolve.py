@@ -1,0 +1,304 @@
+"""From a plan and a model to what each module becomes: everything decided, nothing touched, meta tensors enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from colrow import plan as rules
+from colrow.embedding import check_options
+from colrow.errors import PlanError
+from colrow.layout import I, Layout, R, S, chunk_sizes
+from colrow.plan import Plan, Rule, Unit
+from colrow.split import Heads, Piece, Split, fused, split_heads
+
+_REGIONS = (rules.Attention, rules.Mlp)
+_OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one module becomes.
+
+    Attributes:
+        name, rule: the module's full name and its rule (None: it owns nothing, or single parameters only).
+        sharded: whether the stream around it is this rank's tokens.
+        splits, grads: its own parameters by short name: how split, or, if whole, how read.
+        src, dst: the layouts at its two ends, where the rule has any.
+        patches: attributes to set on it.
+    """
+
+    name: str
+    rule: Rule | None
+    sharded: bool = False
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    grads: Mapping[str, Layout] = field(default_factory=dict)
+    src: Layout = I
+    dst: Layout = I
+    patches: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of a resolved plan, for people: sizes are numbers of elements per dimension, bytes at rest."""
+
+    name: str
+    rule: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    padding: int
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan made concrete for one model, degree and mode. Print it; `parallelize` carries it out."""
+
+    tp: int
+    sequence_parallel: bool
+    sites: tuple[Site, ...]
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        cells = [("parameter", "rule", "whole", "per rank")]
+        cells += [
+            (r.name, r.rule, "x".join(map(str, r.global_shape)), "x".join(map(str, r.local_shape))) for r in self.rows
+        ]
+        widths = [max(len(row[i]) for row in cells) for i in range(4)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = True) -> Resolved:
+    """Decide what each module becomes, and check that the plan is total and fits. Changes nothing.
+
+    Raises:
+        PlanError: says which pattern, module or parameter, and what would fit.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found = plan.match(modules, params)
+    if "" in found:
+        given, fix = (
+            f"the model itself has the rule {found['']}",
+            "Put the module into an nn.Sequential, or name its parts",
+        )
+        raise PlanError(type(model).__name__, given, "rules are for the parts of a model", fix)
+    seen: dict[int, Site] = {}
+    for name, module in modules.items():
+        site = _Resolver(modules, found, tp, sequence_parallel).site(name)
+        first = seen.setdefault(id(module), site)
+        if (first.rule, first.splits, first.grads) != (site.rule, site.splits, site.grads):
+            given = f"it is the same module as {first.name}, with the rule {site.rule} here and {first.rule} there"
+            raise PlanError(name, given, "one module has one rule", "Give both names the same rule")
+    sites = tuple(seen.values())
+    _check_owners(modules, params, found)
+    _check_partners(modules, found, {site.name: site for site in sites})
+    return Resolved(tp, sequence_parallel, sites, _rows(model, sites, found))
+
+
+@dataclass(frozen=True)
+class _Resolver:
+    modules: Mapping[str, nn.Module]
+    found: Mapping[str, Rule]
+    tp: int
+    sequence_parallel: bool
+
+    def site(self, name: str) -> Site:
+        module, rule = self.modules[name], self.found.get(name)
+        sharded = self.sequence_parallel and self._inside(name, rules.Block)
+        own = {short: param for short, param in module._parameters.items() if param is not None}
+        grads = {short: self._grad(name, short, sharded) for short in own}
+        plain = Site(name, rule, sharded, MappingProxyType({}), MappingProxyType(grads))
+        match rule:
+            case rules.Column():
+                return self._linear(plain, module, 0, rule.units, R if self._region(name) else I, I)
+            case rules.Row():
+                return self._linear(plain, module, 1, (rule.unit,), I, S(0) if sharded else I)
+            case rules.Vocab() | rules.Head():
+                return self._vocab(plain, module, rule)
+            case rules.Attention():
+                heads, names = self._heads(name), (rule.heads, rule.kv_heads)
+                local = zip(names, (heads.local_heads, heads.local_kv_heads), strict=True)
+                return Site(name, rule, sharded, patches=tuple((n, value) for n, value in local if n))
+            case rules.LastNorm():
+                stretch = self.sequence_parallel and any(isinstance(r, rules.Block) for r in self.found.values())
+                read = MappingProxyType(dict.fromkeys(own, R if stretch else I))
+                return Site(name, rule, stretch, grads=read, dst=rule.dst)
+            case rules.Drop():
+                return self._dropout(plain, module, rule.unit)
+            case None if isinstance(module, nn.Dropout):
+                return self._dropout(plain, module, None)
+            case None if isinstance(module, _OTHER_DROPOUTS):
+                given, fix = f"a {type(module).__name__}", "Use nn.Dropout, or set sequence_parallel=False and p=0"
+                raise PlanError(name, given, "only nn.Dropout draws the same mask at every degree", fix)
+            case rules.Loss() if not isinstance(module, nn.CrossEntropyLoss) or module.weight is not None:
+                fix = "Call colrow.vocab_cross_entropy on the head's logits in the model"
+                raise PlanError(name, f"Loss() for {module}", "it is for an nn.CrossEntropyLoss without weights", fix)
+            case _:
+                return plain
+
+    def _ancestors(self, name: str) -> list[str]:
+        parts = name.split(".")
+        return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
+
+    def _inside(self, name: str, *kinds: type[Rule]) -> bool:
+        """Whether the module is, or is in, one with such a rule."""
+        return any(isinstance(self.found.get(above), kinds) for above in [name, *self._ancestors(name)])
+
+    def _region(self, name: str) -> str | None:
+        """The attention or MLP module that it is in."""
+        return next((above for above in self._ancestors(name) if isinstance(self.found.get(above), _REGIONS)), None)
+
+    def _grad(self, name: str, short: str, sharded: bool) -> Layout:
+        rule = self.found.get(f"{name}.{short}" if name else short, self.found.get(name))
+        if isinstance(rule, rules.Replicated) and rule.grad is not None:
+            return rule.grad
+        in_region = self._region(name) is not None and not isinstance(rule, rules.Row)
+        return R if sharded or in_region or isinstance(rule, _REGIONS) else I
+
+    def _heads(self, name: str) -> Heads:
+        """The heads of the attention module that `name` is, or is in."""
+        at = next((a for a in [name, *self._ancestors(name)] if isinstance(self.found.get(a), rules.Attention)), None)
+        if at is None:
+            given, fix = "its rule speaks of heads", "Give the attention module that holds it the rule Attention(...)"
+            raise PlanError(name, given, "heads are counted by an Attention rule above", fix)
+        rule: Any = self.found[at]
+        numbers = {"heads": rule.heads, "kv_heads": rule.kv_heads or rule.heads, "head_dim": rule.head_dim}
+        for role, attribute in numbers.items():
+            value = getattr(self.modules[at], attribute, None) if isinstance(attribute, str) else attribute
+            if not isinstance(value, int) or value < 1:
+                given = (
+                    f"Attention({role}={attribute!r}), and {type(self.modules[at]).__name__}.{attribute} is {value!r}"
+                )
+                raise PlanError(at, given, "it must name an attribute that is a positive integer", "Correct the rule")
+            numbers[role] = value
+        return split_heads(**numbers, ranks=self.tp, where=at)
+
+    def _linear(
+        self, plain: Site, module: nn.Module, dim: int, units: tuple[Unit, ...], src: Layout, dst: Layout
+    ) -> Site:
+        if not isinstance(module, nn.Linear):
+            given = f"{plain.rule} for a {type(module).__name__}"
+            raise PlanError(
+                plain.name, given, "Column and Row are for nn.Linear", "Use Replicated(), or a linear layer"
+            )
+        pieces = self._pieces(plain, units, module.weight.shape[dim])
+        split = Split(dim, fused(pieces, self.tp), self.tp, trimmed=units == (Unit.FEATURES,))
+        names = ("weight", "bias") if dim == 0 and module.bias is not None else ("weight",)
+        splits = MappingProxyType(dict.fromkeys(names, split))
+        return Site(plain.name, plain.rule, plain.sharded, MappingProxyType(splits), plain.grads, src, dst)
+
+    def _pieces(self, plain: Site, units: tuple[Unit, ...], size: int) -> list[Piece]:
+        heads = self._heads(plain.name) if set(units) != {Unit.FEATURES} else None
+        by_unit = {} if heads is None else {Unit.HEADS: heads.q, Unit.KV_HEADS: heads.kv}
+        left = size - sum(by_unit[unit].size for unit in units if unit in by_unit)
+        features = units.count(Unit.FEATURES)
+        if left < 0 or (left % features if features else left):
+            sizes = " + ".join(str(by_unit[u].size) if u in by_unit else "features" for u in units)
+            given = f"{plain.rule} for a dimension of {size}"
+            fix = "Name the pieces that the layer is made of, and check the numbers of heads"
+            raise PlanError(plain.name, given, f"by its units it is made of {sizes}", fix)
+        return [by_unit[unit] if unit in by_unit else Piece(left // features) for unit in units]
+
+    def _vocab(self, plain: Site, module: nn.Module, rule: Rule) -> Site:
+        kind = nn.Embedding if isinstance(rule, rules.Vocab) else nn.Linear
+        if not isinstance(module, kind):
+            given = f"{rule} for a {type(module).__name__}"
+            raise PlanError(plain.name, given, f"it is for an {kind.__name__}", "Use Vocab() or Head() accordingly")
+        if isinstance(module, nn.Embedding):
+            check_options(module, plain.name)
+        split = Split(0, (Piece(module.weight.shape[0]),), self.tp, trimmed=True)
+        splits = {name: split for name, param in module._parameters.items() if param is not None}
+        src = rule.src if isinstance(rule, rules.Head) else I
+        return Site(plain.name, rule, plain.sharded, MappingProxyType(splits), plain.grads, src)
+
+    def _dropout(self, plain: Site, module: nn.Module, unit: Unit | None) -> Site:
+        region = self._region(plain.name)
+        if not isinstance(module, nn.Dropout):
+            raise PlanError(plain.name, f"Drop for a {type(module).__name__}", "it is for nn.Dropout", "Drop the rule")
+        if region is not None and plain.rule is None:
+            allowed = "inside attention or MLP a plan must say what a dropout acts on"
+            raise PlanError(
+                plain.name, "a dropout without a rule", allowed, "Add Drop(HEADS), Drop(FEATURES) or Drop()"
+            )
+        if unit is None:
+            src: Layout = S(0) if plain.sharded else I
+        elif unit is Unit.FEATURES:
+            src = S(-1)
+        else:
+            q = self._heads(plain.name).q
+            per = q.width // self._head_dim(plain.name)
+            src = S(1, size=tuple(units * per for units in chunk_sizes(q.units, self.tp)))
+        return Site(plain.name, plain.rule, plain.sharded, src=src)
+
+    def _head_dim(self, name: str) -> int:
+        at = next(a for a in [name, *self._ancestors(name)] if isinstance(self.found.get(a), rules.Attention))
+        rule: Any = self.found[at]
+        value = rule.head_dim
+        return getattr(self.modules[at], value) if isinstance(value, str) else value
+
+
+def _check_owners(modules: Mapping[str, nn.Module], params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> None:
+    """Every parameter has an owner: a rule for it or for the module that holds it."""
+    orphans = [name for name in params if name not in found and name.rpartition(".")[0] not in found]
+    if orphans:
+        listed = ", ".join(orphans[:5]) + (f" and {len(orphans) - 5} more" if len(orphans) > 5 else "")
+        holder = orphans[0].rpartition(".")[0] or orphans[0]
+        given = f"{listed} {'is' if len(orphans) == 1 else 'are'} named by no pattern"
+        raise PlanError("plan", given, "every parameter has one owner", f"Add '{holder}': Replicated(), or a split")
+
+
+def _check_partners(modules: Mapping[str, nn.Module], found: Mapping[str, Rule], sites: Mapping[str, Site]) -> None:
+    """Column layers are followed by a row layer that takes what they give, in the same region (or parent module)."""
+    groups: dict[str, list[Site]] = {}
+    for name, site in sites.items():
+        if isinstance(site.rule, rules.Column | rules.Row):
+            above = [".".join(name.split(".")[:i]) for i in range(name.count("."), 0, -1)]
+            region = next((a for a in above if isinstance(found.get(a), _REGIONS)), name.rpartition(".")[0])
+            groups.setdefault(region, []).append(site)
+    for region, members in groups.items():
+        columns = [site for site in members if isinstance(site.rule, rules.Column)]
+        rows = [site for site in members if isinstance(site.rule, rules.Row)]
+        if not columns or not rows:
+            lone, other = (columns[0], "Row") if columns else (rows[0], "Column")
+            given = f"a {lone.rule} layer without a {other} layer in '{region}'"
+            allowed = "what column layers split, a row layer must sum"
+            raise PlanError(lone.name, given, allowed, f"Give its partner the rule {other}(), or both Replicated()")
+        given_sizes = {piece.size for site in columns for piece in site.splits["weight"].pieces}
+        for row in rows:
+            size = row.splits["weight"].true_size
+            if size not in given_sizes:
+                given = f"it takes {size} features, and the column layers in '{region}' give {sorted(given_sizes)}"
+                fix = "Name all pieces of a fused layer, Column(FEATURES, FEATURES) for [gate | up]"
+                raise PlanError(row.name, given, "a row layer takes one piece of a column layer's output", fix)
+
+
+def _rows(model: nn.Module, sites: tuple[Site, ...], found: Mapping[str, Rule]) -> tuple[Row, ...]:
+    """Every parameter once; those that share a tensor must agree on its split."""
+    by_site = {site.name: site for site in sites}
+    owner: dict[int, tuple[str, Split | None]] = {}
+    rows = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        holder, _, short = name.rpartition(".")
+        site = by_site.get(holder)
+        if site is None:
+            continue  # a module that has two names: its first one speaks for it
+        split = site.splits.get(short)
+        first, theirs = owner.setdefault(id(param), (name, split))
+        if theirs != split:
+            given = f"it is the same tensor as {first}, which is split in another way"
+            raise PlanError(name, given, "a shared tensor has one split", "Give both modules rules that agree")
+        if first != name:
+            continue
+        local, padding = list(param.shape), 0
+        if split is not None and split.sharded:
+            local[split.dim] = split.local_size
+            padding = split.local_size * split.ranks - split.true_size
+        rule = str(found.get(name, found.get(holder)))
+        rows.append(Row(name, rule, tuple(param.shape), tuple(local), padding, prod(local) * param.element_size()))
+    return tuple(rows)
