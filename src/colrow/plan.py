@@ -218,6 +218,6 @@ def glob(pattern: str) -> re.Pattern[str]:
         return re.compile(r"\Z")
     parts = []
     for part in pattern.split("."):
-        inner = translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^.]*")
-        parts.append(r"[^.]+(?:\.[^.]+)*" if part == "**" else inner)
+        inner = translate(part)[len("(?s:") : -len(r")\Z")].replace(".", "[^.]")  # `?` too stays within one name
+        parts.append(r"[^.]+(?:\.[^.]+)*" if part == "**" else "(?=[^.])" + inner)  # which is not empty
     return re.compile(r"\.".join(parts) + r"\Z")
