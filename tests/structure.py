@@ -25,6 +25,7 @@ ORDER = (
     "families",
     "parallelize",
     "state",
+    "storage",
     "checkpoint",
     "report",
     "draw",

@@ -79,6 +79,22 @@ def exchange(numbers: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
     return all_gather(mine, mesh, 0, (1,) * mesh.size()).tolist()
 
 
+def is_rank_zero() -> bool:
+    """Whether this is the run's first rank: the one that talks and writes."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_rank_zero(text: str) -> str:
+    """A text (4096 bytes at most) of the run's first rank, on every rank of the run: how one that writes reports."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    on = torch.device("cpu") if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    raw = text.encode()[:4096].ljust(4096, b"\0")
+    letters = torch.tensor(list(raw), dtype=torch.uint8, device=on)
+    dist.broadcast(letters, src=0)
+    return bytes(letters.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
 def device(mesh: DeviceMesh) -> torch.device:
     """Where this rank's collectives on `mesh` run: the CPU, or the accelerator that is current."""
     if mesh.device_type == "cpu":

@@ -156,5 +156,5 @@ class Watched(nn.Module):
         self.mesh, self.splits, self.sums = mesh, splits, PartialSums(mesh)
         own = {name: param for name, param in self._parameters.items() if param is not None}
         for (name, param), whole in zip(own.items(), agree(list(own.values()), mesh), strict=True):
-            self._parameters[name] = shard(whole, splits.get(name), mesh, requires_grad=param.requires_grad)
+            self._parameters[name] = nn.Parameter(shard(whole, splits.get(name), mesh), param.requires_grad)
         self.sums.watch(self.parameters(recurse=False))

@@ -141,7 +141,7 @@ def _apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved) -> None:
         for short, param in old.items():
             if id(param) not in done:  # a tied one keeps its first value, as in building the model
                 split = site.splits.get(short)
-                done[id(param)] = shard(values[short], split, mesh, requires_grad=param.requires_grad)
+                done[id(param)] = nn.Parameter(shard(values[short], split, mesh), param.requires_grad)
             module._parameters[short] = done[id(param)]
         for short, buffer in buffers.items():
             module._buffers[short] = buffer.to(comm.device(mesh))

@@ -49,8 +49,8 @@ def read(param: Tensor, split: Split | None, mesh: DeviceMesh, grad: Layout) -> 
     return split.take(local(param, grad=R), mesh.get_local_rank())
 
 
-def shard(whole: Tensor, split: Split | None, mesh: DeviceMesh, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter at rest, from the same whole tensor on every rank. Each shard owns exactly its storage."""
+def shard(whole: Tensor, split: Split | None, mesh: DeviceMesh) -> DTensor:
+    """A tensor at rest, from the same whole one on every rank. Each shard owns exactly its storage."""
     whole, shape = whole.detach(), list(whole.shape)
     placement: Shard | Replicate = Replicate()
     if split is not None and split.sharded:
@@ -60,8 +60,20 @@ def shard(whole: Tensor, split: Split | None, mesh: DeviceMesh, *, requires_grad
         mine = whole.clone()
     mine = mine.to(comm.device(mesh)).contiguous()
     stride = torch.empty(shape, device="meta").stride()
-    dtensor = DTensor.from_local(mine, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
-    return nn.Parameter(dtensor, requires_grad=requires_grad)
+    return DTensor.from_local(mine, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def shard_like(whole: Tensor, split: Split | None, param: Tensor) -> Tensor:
+    """`shard`, placed as `param` is: also where FSDP2 has split it over further axes."""
+    if not isinstance(param, DTensor):
+        return whole.to(param.device)
+    mesh = param.device_mesh
+    if mesh.ndim == 1:
+        return shard(whole, split, mesh)
+    mine = shard(whole, split, mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh)
+    outer = [*[Replicate()] * (mesh.ndim - 1), mine.placements[0]]
+    spread = DTensor.from_local(local_of(mine), mesh, outer, run_check=False, shape=mine.shape, stride=mine.stride())
+    return spread.redistribute(placements=param.placements)
 
 
 def unshard(value: Tensor, split: Split | None) -> Tensor:

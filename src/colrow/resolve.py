@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colrow import plan as rules
 from colrow.embedding import check_options
 from colrow.errors import PlanError
-from colrow.layout import I, Layout, R, S, chunk_sizes
+from colrow.layout import I, Layout, R, S
 from colrow.plan import Plan, Rule, Unit
 from colrow.split import Heads, Piece, Split, fused, split_heads
 
@@ -189,9 +189,9 @@ class _Resolver:
             )
         pieces = self._pieces(plain, units, module.weight.shape[dim])
         split = Split(dim, fused(pieces, self.tp), self.tp, trimmed=units == (Unit.FEATURES,))
-        names = ("weight", "bias") if dim == 0 and module.bias is not None else ("weight",)
-        splits = MappingProxyType(dict.fromkeys(names, split))
-        return Site(plain.name, plain.rule, plain.sharded, MappingProxyType(splits), plain.grads, src, dst)
+        names: tuple[str, ...] = ("weight", "bias") if dim == 0 and module.bias is not None else ("weight",)
+        splits: Mapping[str, Split] = MappingProxyType(dict.fromkeys(names, split))
+        return Site(plain.name, plain.rule, plain.sharded, splits, plain.grads, src, dst)
 
     def _pieces(self, plain: Site, units: tuple[Unit, ...], size: int) -> list[Piece]:
         heads = self._heads(plain.name) if set(units) != {Unit.FEATURES} else None
@@ -231,16 +231,8 @@ class _Resolver:
         elif unit is Unit.FEATURES:
             src = S(-1)
         else:
-            q = self._heads(plain.name).q
-            per = q.width // self._head_dim(plain.name)
-            src = S(1, size=tuple(units * per for units in chunk_sizes(q.units, self.tp)))
+            src = S(1, size=self._heads(plain.name).true_heads)
         return Site(plain.name, plain.rule, plain.sharded, src=src)
-
-    def _head_dim(self, name: str) -> int:
-        at = next(a for a in [name, *self._ancestors(name)] if isinstance(self.found.get(a), rules.Attention))
-        rule: Any = self.found[at]
-        value = rule.head_dim
-        return getattr(self.modules[at], value) if isinstance(value, str) else value
 
 
 def _check_owners(modules: Mapping[str, nn.Module], params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> None:
