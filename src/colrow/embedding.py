@@ -62,7 +62,7 @@ class VocabEmbedding(Watched, nn.Embedding):
         elsewhere = (input < start) | (input >= start + rows)
         # An id outside the whole vocabulary stays out of range, so that an accelerator's own check finds it.
         bad = (input < 0) | (input >= split.true_size)
-        table = weight if rows else weight.new_zeros(1, weight.shape[1])
+        table = weight if rows else F.pad(weight, (0, 0, 0, 1))  # part of the graph: backward may have a collective
         ids = (input - start).masked_fill(elsewhere, 0).masked_fill(bad, table.shape[0])
         padding = self.padding_idx
         row = padding - start if padding is not None and start <= padding < start + rows else None
