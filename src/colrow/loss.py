@@ -123,7 +123,7 @@ class _VocabLoss(torch.autograd.Function):
         column, here = _column(target, mesh, vocab, logits.shape[-1])
         if logits.shape[-1]:
             dx.scatter_add_(-1, column[..., None], -(1 - smoothing) * here[..., None].to(dx.dtype))
-        dx.mul_((grad * (target != ignore))[..., None])
+        dx.mul_(grad.masked_fill(target == ignore, 0)[..., None])  # the mean over no token has an infinite gradient
         return dx.to(logits.dtype), None, None, None, None, None
 
 
@@ -137,7 +137,7 @@ def _token_loss(
         top = comm.all_reduce(top, mesh, dist.ReduceOp.MAX)
     x = x - top[..., None]
     column, here = _column(target, mesh, vocab, x.shape[-1])
-    at_target = x.gather(-1, column[..., None])[..., 0] * here if x.shape[-1] else x.sum(-1)
+    at_target = x.gather(-1, column[..., None])[..., 0].masked_fill(~here, 0) if x.shape[-1] else x.sum(-1)
     terms = [x.exp().sum(-1), at_target] + ([x.sum(-1)] if smoothing else [])
     sums = move(torch.stack(terms), mesh, src=P, dst=I)
     log_z = sums[0].log()
