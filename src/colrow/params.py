@@ -58,7 +58,7 @@ def shard(whole: Tensor, split: Split | None, mesh: DeviceMesh) -> DTensor:
         shape[split.dim] = split.local_size * mesh.size()
     else:
         mine = whole.clone()
-    mine = mine.to(comm.device(mesh)).contiguous()
+    mine = (mine if mine.is_meta else mine.to(comm.device(mesh))).contiguous()
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(mine, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -139,10 +139,10 @@ def fingerprint(x: Tensor) -> int:
         return x.numel()
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    total = 0
+    total = 0  # `>>` copies the sign, hence the masks: without them x and ~x, 99 and -100, would be mixed into one
     for start in range(0, words.numel(), 1 << 22):
         block = words[start : start + (1 << 22)]
         place = torch.arange(start, start + block.numel(), device=x.device) * 2 + 1
-        mixed = (block ^ (block >> 29)) * (place * -7046029254386353131)
-        total ^= int(((mixed ^ (mixed >> 32)) * -7046029254386353131).sum())
+        mixed = (block ^ ((block >> 29) & ((1 << 35) - 1))) * (place * -7046029254386353131)
+        total ^= int(((mixed ^ ((mixed >> 32) & ((1 << 32) - 1))) * -7046029254386353131).sum())
     return total & (2**63 - 1)
