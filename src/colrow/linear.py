@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from colrow.context import leave
+from colrow.context import known_tokens, leave, require_whole
 from colrow.errors import LayoutError, ShapeError
 from colrow.gradients import Watched
-from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh
+from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh, chunk_sizes
 from colrow.moves import forget_shard, move, shard_of
 from colrow.params import read
 from colrow.split import Piece, Split
@@ -69,7 +69,7 @@ class ColumnLinear(Watched, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_width(input, self.in_features)
-        x = input if self.src == R else move(input, self.mesh, src=self.src, dst=R)
+        x = input if self.src == R else move(input, self.mesh, src=known_tokens(self.src), dst=R)
         y = regathering_linear(x, *self._terms())
         if x is not input:
             forget_shard(x)
@@ -81,10 +81,10 @@ class ColumnLinear(Watched, nn.Linear):
         bias = None if self.bias is None else read(self.bias, self.splits["bias"], self.mesh, R)
         return weight, bias
 
-    def _check_width(self, x: Tensor, *allowed: int) -> None:
+    def _check_width(self, x: Tensor, *allowed: int, wanted: str | None = None) -> None:
         if x.shape[-1] not in allowed:
             given = f"an input of shape {tuple(x.shape)}"
-            wanted = " or ".join(str(width) for width in dict.fromkeys(allowed))
+            wanted = wanted or str(allowed[0])  # the same words on every rank
             fix = "Feed it what the unsplit layer would get, in the layout that it was built for"
             raise ShapeError(type(self).__name__, given, f"its last dimension must be {wanted}", fix)
 
@@ -141,7 +141,8 @@ class RowLinear(ColumnLinear):
     def forward(self, input: Tensor) -> Tensor:
         split, rank = self.splits["weight"], self.mesh.get_local_rank()
         valid = split.valid(rank)
-        self._check_width(input, valid, split.local_size)
+        slices = f"this rank's slice of {self.in_features}, {list(chunk_sizes(self.in_features, self.mesh.size()))}"
+        self._check_width(input, valid, split.local_size, wanted=slices)
         weight = read(self.weight, split, self.mesh, R).narrow(1, 0, valid)
         y = F.linear(input.narrow(-1, 0, valid), weight)
         if self.dst == P:
@@ -150,7 +151,7 @@ class RowLinear(ColumnLinear):
         y = leave(y, self.mesh, tokens=tuple(y.shape[:-1]) if sharded else None)
         if self.bias is None:
             return y
-        return y + read(self.bias, None, self.mesh, R if sharded else I)
+        return y + read(self.bias, None, self.mesh, R if sharded else I).to(y.dtype)  # autocast may have lowered it
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, dst={self.dst}, tp={self.mesh.size()}"
@@ -164,6 +165,7 @@ class VocabHead(ColumnLinear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        require_whole(type(self).__name__)
         y = super().forward(input)
         shape = torch.Size((*y.shape[:-1], self.splits["weight"].true_size))
         stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from colrow import comm
 from colrow.errors import LayoutError, ShapeError
@@ -50,6 +51,9 @@ def move(x: Tensor, mesh: DeviceMesh, *, src: Layout, dst: Layout) -> Tensor:
         ShapeError: slices that do not fit together.
     """
     check_mesh(mesh, "colrow.move")
+    if isinstance(x, DTensor):
+        fix = "Read it with colrow.local(x, grad=), or let it move itself: x.redistribute(), x.full_tensor()"
+        raise LayoutError("colrow.move", f"a DTensor in {x.placements}", "x must be this rank's plain tensor", fix)
     src, dst = check_layout(src, "colrow.move(src=)"), check_layout(dst, "colrow.move(dst=)")
     if src == dst:
         return x
