@@ -20,6 +20,8 @@ ORDER = (
     "region",
     "loss",
     "plan",
+    "resolved",
+    "totality",
     "resolve",
     "init",
     "families",

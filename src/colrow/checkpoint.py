@@ -108,12 +108,12 @@ def _save_optimizer(writer: Writer, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def _load_optimizer(reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    saved: Any = reader.index["optimizer"]
+    saved: dict[str, Any] = reader.index["optimizer"] or {"groups": [], "scalars": {}}
     by_id = {id(value): (name, split) for name, value, split in _model_tensors(model)}
     mine = [[by_id[id(param)][0] for param in group["params"]] for group in optimizer.param_groups]
-    theirs = None if saved is None else [group["params"] for group in saved["groups"]]
+    theirs = [group["params"] for group in saved["groups"]]
     if mine != theirs:
-        given = "no optimizer" if theirs is None else f"{len(theirs)} parameter groups with other members"
+        given = f"{len(theirs)} parameter groups with other members" if theirs else "it was saved without an optimizer"
         fix = "Build the optimizer as it was built, or load without one"
         raise CheckpointError(str(reader.path), given, f"this optimizer has {len(mine)} groups", fix)
     keys: dict[str, list[str]] = {}

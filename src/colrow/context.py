@@ -147,6 +147,26 @@ def leave(y: Tensor, mesh: DeviceMesh, tokens: Shape | None) -> Tensor:
     return move(y.reshape(-1, y.shape[-1]), mesh, src=P, dst=S(0))
 
 
+def known_tokens(layout: Layout) -> Layout:
+    """S(0) with its size, where the running call knows how many tokens there are; other layouts as they are."""
+    call = current()
+    if call is None or call.tokens is None or layout != S(0):
+        return layout
+    return S(0, size=prod(call.tokens))
+
+
+def require_whole(where: str) -> None:
+    """An error if the stream is sharded here: the caller's input would be this rank's tokens, taken for all of them."""
+    call = current()
+    if call is not None and call.tokens is not None:
+        raise ShapeError(
+            where,
+            "it was called while the stream is this rank's tokens",
+            "outside the blocks modules work on whole activations",
+            "End the stretch before it: give the norm after the last block the rule LastNorm()",
+        )
+
+
 def tokens_at(x: Tensor, where: str, recomputing: bool) -> Shape:
     """The tokens' shape for a module inside the sequence-parallel stretch that was called with x, and a mark on x."""
     call = current()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from colrow import comm
-from colrow.context import agreed_key, current, draw
+from colrow.context import agreed_key, current, draw, known_tokens, require_whole
 from colrow.errors import ShapeError
 from colrow.layout import I, Layout, S, check_layout, check_mesh
 
@@ -44,18 +44,18 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return input
-        call = current()
-        key = agreed_key(self.mesh) if call is None else draw()  # a call has made the ranks' generators equal
-        dim, start, size = self._window(input, None if call is None else call.tokens)
+        if self.src == I:
+            require_whole(type(self).__name__)
+        # a running call has made the ranks' generators equal
+        key = agreed_key(self.mesh) if current() is None else draw()
+        dim, start, size = self._window(input)
         return _Dropout.apply(input, self.p, key, dim, start, size)
 
-    def _window(self, x: Tensor, tokens: tuple[int, ...] | None) -> tuple[int, int, int]:
+    def _window(self, x: Tensor) -> tuple[int, int, int]:
         """Which dimension x is a slice of, where the slice starts, and the size of the whole."""
-        if not isinstance(self.src, S):
+        src = known_tokens(self.src)
+        if not isinstance(src, S):
             return 0, 0, x.shape[0] if x.dim() else 1
-        src = self.src
-        if src.size is None and tokens is not None and src.dim == 0:
-            src = S(0, size=prod(tokens))
         sizes = src.sizes(self.mesh.size())
         if sizes is None:
             sizes = tuple(size for (size,) in comm.exchange([x.shape[src.dim]], self.mesh))

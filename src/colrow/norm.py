@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from colrow.context import require_whole
 from colrow.gradients import Watched
 from colrow.layout import I, Layout
 from colrow.params import read
@@ -49,4 +50,15 @@ class SplitModule(Watched):
 
 
 class Replicated(SplitModule):
-    """A module of which every parameter is whole on every rank, read as its rule says."""
+    """A module of which every parameter is whole on every rank, read as its rule says.
+
+    Attributes:
+        sharded: whether it is in the sequence-parallel stretch; outside, its input must be whole.
+    """
+
+    sharded: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.sharded and I in self.grads.values():
+            require_whole(type(self).__name__)
+        return super().forward(*args, **kwargs)

@@ -172,7 +172,7 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
         attributes |= {"splits": dict(site.splits), "sums": sums}
     if root or isinstance(module, SplitModule):
         attributes |= {"grads": dict(site.grads)}
-    if isinstance(module, Region | Block | LastNorm):
+    if isinstance(module, Region | Block | LastNorm | Replicated):
         attributes |= {"sharded": site.sharded}
     if isinstance(module, Dropout | ColumnLinear):
         attributes |= {"src": site.src}

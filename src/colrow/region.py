@@ -75,8 +75,9 @@ class Block(SplitModule):
             outer.tokens = tokens
         if alone:
             return _close(out, self, tokens)
-        if isinstance(out, Tensor):
-            mark(out, tokens)
+        first = out[0] if isinstance(out, tuple) and out else out
+        if isinstance(first, Tensor):
+            mark(first, tokens)
         return out
 
 

@@ -3,74 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from colrow import plan as rules
 from colrow.embedding import check_options
 from colrow.errors import PlanError
 from colrow.layout import I, Layout, R, S
 from colrow.plan import Plan, Rule, Unit
+from colrow.resolved import Resolved, Row, Site
 from colrow.split import Heads, Piece, Split, fused, split_heads
+from colrow.totality import REGIONS, check_ends, check_owners, check_partners
 
-_REGIONS = (rules.Attention, rules.Mlp)
 _OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
-@dataclass(frozen=True)
-class Site:
-    """What one module becomes.
-
-    Attributes:
-        name, rule: the module's full name and its rule (None: it owns nothing, or single parameters only).
-        sharded: whether the stream around it is this rank's tokens.
-        splits, grads: its own parameters by short name: how split, or, if whole, how read.
-        src, dst: the layouts at its two ends, where the rule has any.
-        patches: attributes to set on it.
-    """
-
-    name: str
-    rule: Rule | None
-    sharded: bool = False
-    splits: Mapping[str, Split] = field(default_factory=dict)
-    grads: Mapping[str, Layout] = field(default_factory=dict)
-    src: Layout = I
-    dst: Layout = I
-    patches: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Row:
-    """One parameter of a resolved plan, for people: sizes are numbers of elements per dimension, bytes at rest."""
-
-    name: str
-    rule: str
-    global_shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    padding: int
-    bytes_per_rank: int
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A plan made concrete for one model, degree and mode. Print it; `parallelize` carries it out."""
-
-    tp: int
-    sequence_parallel: bool
-    sites: tuple[Site, ...]
-    rows: tuple[Row, ...]
-
-    def __str__(self) -> str:
-        cells = [("parameter", "rule", "whole", "per rank")]
-        cells += [
-            (r.name, r.rule, "x".join(map(str, r.global_shape)), "x".join(map(str, r.local_shape))) for r in self.rows
-        ]
-        widths = [max(len(row[i]) for row in cells) for i in range(4)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
 
 def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = True) -> Resolved:
@@ -96,8 +45,9 @@ def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = 
             given = f"it is the same module as {first.name}, with the rule {site.rule} here and {first.rule} there"
             raise PlanError(name, given, "one module has one rule", "Give both names the same rule")
     sites = tuple(seen.values())
-    _check_owners(modules, params, found)
-    _check_partners(modules, found, {site.name: site for site in sites})
+    check_owners(params, found)
+    check_ends(found)
+    check_partners(found, {site.name: site for site in sites})
     return Resolved(tp, sequence_parallel, sites, _rows(model, sites, found))
 
 
@@ -116,7 +66,8 @@ class _Resolver:
         plain = Site(name, rule, sharded, MappingProxyType({}), MappingProxyType(grads))
         match rule:
             case rules.Column():
-                return self._linear(plain, module, 0, rule.units, R if self._region(name) else I, I)
+                src = R if self._region(name) else S(0) if sharded else I
+                return self._linear(plain, module, 0, rule.units, src, I)
             case rules.Row():
                 return self._linear(plain, module, 1, (rule.unit,), I, S(0) if sharded else I)
             case rules.Vocab() | rules.Head():
@@ -152,14 +103,14 @@ class _Resolver:
 
     def _region(self, name: str) -> str | None:
         """The attention or MLP module that it is in."""
-        return next((above for above in self._ancestors(name) if isinstance(self.found.get(above), _REGIONS)), None)
+        return next((above for above in self._ancestors(name) if isinstance(self.found.get(above), REGIONS)), None)
 
     def _grad(self, name: str, short: str, sharded: bool) -> Layout:
         rule = self.found.get(f"{name}.{short}" if name else short, self.found.get(name))
         if isinstance(rule, rules.Replicated) and rule.grad is not None:
             return rule.grad
         in_region = self._region(name) is not None and not isinstance(rule, rules.Row)
-        return R if sharded or in_region or isinstance(rule, _REGIONS) else I
+        return R if sharded or in_region or isinstance(rule, REGIONS) else I
 
     def _heads(self, name: str) -> Heads:
         """The heads of the attention module that `name` is, or is in."""
@@ -233,41 +184,6 @@ class _Resolver:
         else:
             src = S(1, size=self._heads(plain.name).true_heads)
         return Site(plain.name, plain.rule, plain.sharded, src=src)
-
-
-def _check_owners(modules: Mapping[str, nn.Module], params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> None:
-    """Every parameter has an owner: a rule for it or for the module that holds it."""
-    orphans = [name for name in params if name not in found and name.rpartition(".")[0] not in found]
-    if orphans:
-        listed = ", ".join(orphans[:5]) + (f" and {len(orphans) - 5} more" if len(orphans) > 5 else "")
-        holder = orphans[0].rpartition(".")[0] or orphans[0]
-        given = f"{listed} {'is' if len(orphans) == 1 else 'are'} named by no pattern"
-        raise PlanError("plan", given, "every parameter has one owner", f"Add '{holder}': Replicated(), or a split")
-
-
-def _check_partners(modules: Mapping[str, nn.Module], found: Mapping[str, Rule], sites: Mapping[str, Site]) -> None:
-    """Column layers are followed by a row layer that takes what they give, in the same region (or parent module)."""
-    groups: dict[str, list[Site]] = {}
-    for name, site in sites.items():
-        if isinstance(site.rule, rules.Column | rules.Row):
-            above = [".".join(name.split(".")[:i]) for i in range(name.count("."), 0, -1)]
-            region = next((a for a in above if isinstance(found.get(a), _REGIONS)), name.rpartition(".")[0])
-            groups.setdefault(region, []).append(site)
-    for region, members in groups.items():
-        columns = [site for site in members if isinstance(site.rule, rules.Column)]
-        rows = [site for site in members if isinstance(site.rule, rules.Row)]
-        if not columns or not rows:
-            lone, other = (columns[0], "Row") if columns else (rows[0], "Column")
-            given = f"a {lone.rule} layer without a {other} layer in '{region}'"
-            allowed = "what column layers split, a row layer must sum"
-            raise PlanError(lone.name, given, allowed, f"Give its partner the rule {other}(), or both Replicated()")
-        given_sizes = {piece.size for site in columns for piece in site.splits["weight"].pieces}
-        for row in rows:
-            size = row.splits["weight"].true_size
-            if size not in given_sizes:
-                given = f"it takes {size} features, and the column layers in '{region}' give {sorted(given_sizes)}"
-                fix = "Name all pieces of a fused layer, Column(FEATURES, FEATURES) for [gate | up]"
-                raise PlanError(row.name, given, "a row layer takes one piece of a column layer's output", fix)
 
 
 def _rows(model: nn.Module, sites: tuple[Site, ...], found: Mapping[str, Rule]) -> tuple[Row, ...]:

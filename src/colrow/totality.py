@@ -1,0 +1,62 @@
+"""What must hold of a whole plan: one owner for every parameter, and partners for the rules that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from torch import Tensor
+
+from colrow import plan as rules
+from colrow.errors import PlanError
+from colrow.layout import R
+from colrow.plan import Rule
+from colrow.resolved import Site
+
+REGIONS: Final = (rules.Attention, rules.Mlp)
+
+
+def check_owners(params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> None:
+    """Every parameter has an owner: a rule for it or for the module that holds it."""
+    orphans = [name for name in params if name not in found and name.rpartition(".")[0] not in found]
+    if orphans:
+        listed = ", ".join(orphans[:5]) + (f" and {len(orphans) - 5} more" if len(orphans) > 5 else "")
+        holder = orphans[0].rpartition(".")[0] or orphans[0]
+        given = f"{listed} {'is' if len(orphans) == 1 else 'are'} named by no pattern"
+        raise PlanError("plan", given, "every parameter has one owner", f"Add '{holder}': Replicated(), or a split")
+
+
+def check_ends(found: Mapping[str, Rule]) -> None:
+    """A last norm that leaves its output for vocabulary-parallel readers is read by such a head, and the reverse."""
+    ends = {name: rule for name, rule in found.items() if isinstance(rule, rules.LastNorm) and rule.dst == R}
+    heads = {name: rule for name, rule in found.items() if isinstance(rule, rules.Head) and rule.src == R}
+    for lone, other, fix in ((ends, heads, "LastNorm(dst=colrow.I)"), (heads, ends, "Head(src=colrow.I)")):
+        if lone and not other:
+            name, rule = next(iter(lone.items()))
+            given = f"{rule} works in layout R, and no {'Head' if lone is ends else 'LastNorm'} rule does"
+            raise PlanError(name, given, "LastNorm(dst=R) and Head(src=R) go together", f"Write {fix}")
+
+
+def check_partners(found: Mapping[str, Rule], sites: Mapping[str, Site]) -> None:
+    """Column layers are followed by a row layer that takes what they give, in the same region (or parent module)."""
+    groups: dict[str, list[Site]] = {}
+    for name, site in sites.items():
+        if isinstance(site.rule, rules.Column | rules.Row):
+            above = [".".join(name.split(".")[:i]) for i in range(name.count("."), 0, -1)]
+            region = next((a for a in above if isinstance(found.get(a), REGIONS)), name.rpartition(".")[0])
+            groups.setdefault(region, []).append(site)
+    for region, members in groups.items():
+        columns = [site for site in members if isinstance(site.rule, rules.Column)]
+        rows = [site for site in members if isinstance(site.rule, rules.Row)]
+        if not columns or not rows:
+            lone, other = (columns[0], "Row") if columns else (rows[0], "Column")
+            given = f"a {lone.rule} layer without a {other} layer in '{region}'"
+            allowed = "what column layers split, a row layer must sum"
+            raise PlanError(lone.name, given, allowed, f"Give its partner the rule {other}(), or both Replicated()")
+        given_sizes = {piece.size for site in columns for piece in site.splits["weight"].pieces}
+        for row in rows:
+            size = row.splits["weight"].true_size
+            if size not in given_sizes:
+                given = f"it takes {size} features, and the column layers in '{region}' give {sorted(given_sizes)}"
+                fix = "Name all pieces of a fused layer, Column(FEATURES, FEATURES) for [gate | up]"
+                raise PlanError(row.name, given, "a row layer takes one piece of a column layer's output", fix)
