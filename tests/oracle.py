@@ -25,7 +25,7 @@ def randomize(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64) * scale
             if name.endswith("bias"):
                 param.copy_(noise)
-            elif param.dim() == 1:
+            elif param.dim() < 2:
                 param.copy_(1 + noise)
             else:
                 param.copy_(noise / max(1.0, param.shape[-1] ** 0.5 / 2))

@@ -77,7 +77,7 @@ class QKNormAttention(nn.Module):
         self.n_head, self.n_kv, self.size = heads, kv_heads, width // heads
         self.q, self.k = nn.Linear(width, heads * self.size), nn.Linear(width, kv_heads * self.size)
         self.v, self.o = nn.Linear(width, kv_heads * self.size), nn.Linear(heads * self.size, width)
-        self.q_norm, self.k_norm = nn.RMSNorm(self.size), OwnNorm(self.size)
+        self.q_norm, self.k_norm = OwnNorm(self.size), nn.RMSNorm(self.size)  # (a bias of k would have no gradient)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

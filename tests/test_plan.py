@@ -19,6 +19,7 @@ from colrow import (
     Drop,
     Head,
     I,
+    LastNorm,
     Loss,
     Mlp,
     Norm,
@@ -296,7 +297,7 @@ def test_one_module_under_two_names_has_one_rule() -> None:
 
 def test_a_shared_tensor_has_one_split() -> None:
     model = meta_gpt()
-    error = refused(model, GPT_RULES | {"head": Replicated()})
+    error = refused(model, GPT_RULES | {"head": Replicated(), "norm": LastNorm(dst=I)})
     assert error.where == "head.weight"
     assert "the same tensor as token.weight" in error.given
 
@@ -395,7 +396,7 @@ def test_how_whole_parameters_are_read_follows_from_the_place(sequence_parallel:
     assert sites["layers.0"].grads == {"gain": inside}
     assert sites["layers.0.norm_a"].grads == dict.fromkeys(("weight", "bias", "scale"), inside)
     assert sites["layers.0.attn.o"].grads["bias"] == inside
-    assert sites["layers.0.attn.q_norm"].grads == {"weight": R}  # local heads, in both modes
+    assert sites["layers.0.attn.k_norm"].grads == {"weight": R}  # local heads, in both modes
     assert sites["layers.1.ff.gate"].grads == {"weight": R, "bias": R}
     assert sites["last"].grads["weight"] == inside
     assert sites["classify"].grads == {"weight": I, "bias": I}
