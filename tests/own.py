@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from colrow import (
     FEATURES,
@@ -17,6 +18,7 @@ from colrow import (
     Column,
     Drop,
     Head,
+    I,
     LastNorm,
     Loss,
     Mlp,
@@ -34,8 +36,8 @@ SMALL: dict[str, Any] = {"vocab": 64, "context": 32, "layers": 2, "width": 32, "
 LLAMA: dict[str, Any] = {"gated": True, "rotary": True, "bias": False, "kv_heads": 2, "tied": False}
 
 
-def gpt(**options: Any) -> GPT:
-    """A small GPT; options as in `GPTConfig`."""
+def gpt(**options: Any) -> Any:
+    """A small `GPT`; options as in `GPTConfig`."""
     return GPT(GPTConfig(**{**SMALL, **options}))
 
 
@@ -109,7 +111,7 @@ class Experts(nn.Module):
 
 
 class OwnBlock(nn.Module):
-    """A block with parameters of its own (layer scale), a hand-written norm, and a second output if asked for."""
+    """A block with a parameter of its own (a gain), a hand-written norm, and attention with separate projections."""
 
     def __init__(self, width: int, heads: int = 4, kv_heads: int = 2, experts: bool = False) -> None:
         super().__init__()
@@ -143,10 +145,8 @@ class OwnModel(nn.Module):
         return self.classify(self.last(x))
 
 
-def own_plan(experts: bool = False, dst: Any = None) -> Plan:
+def own_plan(experts: bool = False) -> Plan:
     """For an `OwnModel`: the last norm is followed by something whole, so it gathers to I."""
-    from colrow import I
-
     mlp: dict[str, Any] = (
         {"gate": Replicated(), "up.*": Column(), "down.*": Row()}
         if experts
@@ -165,10 +165,44 @@ def own_plan(experts: bool = False, dst: Any = None) -> Plan:
             "layers.*.attn.o": Row(HEADS),
             "layers.*.ff": Mlp(),
             **{f"layers.*.ff.{name}": rule for name, rule in mlp.items()},
-            "last": LastNorm(dst=I if dst is None else dst),
+            "last": LastNorm(dst=I),
             "classify": Replicated(),
         }
     )
+
+
+class TupleBlock(OwnBlock):
+    """A block that returns a tuple and takes its stream by a position and a mask by name, as many do."""
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Any:
+        y = super().forward(x)
+        return (y if scale is None else y * scale, None)
+
+
+class TupleModel(OwnModel):
+    """`OwnModel` with tuple blocks, checkpointed `group` at a time if asked for."""
+
+    group = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TupleBlock(16) for _ in range(4))
+
+    def run(self, x: Tensor, first: int, last: int) -> Tensor:
+        for layer in self.layers[first:last]:
+            x = layer(x, scale=self.half)[0]
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.shift
+        self.half = x.new_tensor(0.5)
+        for first in range(0, 4, self.group or 4):
+            last = first + (self.group or 4)
+            if self.group:
+                x = checkpoint(self.run, x, first, last, use_reentrant=False)
+            else:
+                x = self.run(x, first, last)
+        return self.classify(self.last(x))
 
 
 class ParallelResidual(nn.Module):
