@@ -35,7 +35,11 @@ ORDER = (
     "verify",
     "__init__",  # the public names: what stands above is the library, what stands below uses it
     "models",
+    "options",
     "data",
+    "show",
+    "runs",
+    "sample",
     "train",
     "cli",
     "__main__",

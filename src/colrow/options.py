@@ -1,0 +1,112 @@
+"""The options of `colrow train`: a typed value, checked before a rank is started."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from colrow.errors import DataError
+from colrow.models import GPTConfig
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a GPT, split over ranks. Without options: a small one, on the source files of Python's standard library."""
+
+    tp: int = 1
+    """Ranks to split the model over. Under torchrun the other ranks are data-parallel replicas."""
+    data: tuple[Path, ...] = ()
+    """Text files or folders; without any, source files of this Python's standard library."""
+    out: Path | None = None
+    """Folder for checkpoints and metrics; without it, a new one in runs/ (with --resume, the latest there)."""
+    resume: bool = False
+    """Go on from the last checkpoint, with the run's own options where none are given; at any --tp."""
+    steps: int = 250
+    """Steps in all. A resumed run that has done them does as many again."""
+    batch: int = 16
+    """Rows of text in one micro-batch of one replica."""
+    accumulate: int = 1
+    """Micro-batches in one step."""
+    lr: float = 2e-3
+    """Learning rate at its highest: after the warm-up, before a cosine brings it down to a tenth."""
+    warmup: int = 20
+    """Steps over which the learning rate rises."""
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest norm of the gradients."""
+    seed: int = 0
+    """Rules the initial weights, the order of the text, dropout and the sample."""
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    """Tokens in one row."""
+    dropout: float = 0.1
+    gated: bool = False
+    """SwiGLU and RMSNorm instead of GeLU and LayerNorm."""
+    rotary: bool = False
+    """Rotary positions instead of learned ones."""
+    vocab_size: int = 256
+    """256: bytes are tokens. More: a BPE of so many, learnt from the text."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    sequence_parallel: bool = True
+    """Keep norms, dropout and residuals on 1/tp of the tokens."""
+    save_every: int = 100
+    """Steps between checkpoints; the last step saves in any case."""
+    eval_every: int = 50
+    """Steps between validations."""
+    sample: int = 200
+    """Tokens of text to write at the end; 0: none."""
+    json: bool = False
+    """Print one JSON object on stdout at the end, and all else on stderr."""
+
+    def check(self) -> None:
+        """Refuse numbers that no run can have.
+
+        Raises:
+            DataError: says which option.
+        """
+        least = {"warmup": 0, "weight_decay": 0, "dropout": 0, "sample": 0, "seed": -math.inf}
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            option, low = f"--{name.replace('_', '-')}", least.get(name)
+            if not math.isfinite(value) or (value <= 0 if low is None else value < low):
+                allowed = "a positive number is needed" if low is None else "zero is the least"
+                raise DataError(option, str(value), allowed, f"Give {option} another value")
+        if self.dropout >= 1:
+            raise DataError("--dropout", f"{self.dropout}", "a probability below 1 is needed", "Give 0.1, say")
+        if self.width % self.heads or (self.rotary and self.width // self.heads % 2):
+            allowed = f"the width must be a multiple of {self.heads * (1 + self.rotary)}"
+            raise DataError("--width", f"{self.width} for {self.heads} heads", allowed, "Change --width or --heads")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one replica."""
+        return self.batch * self.accumulate * self.context
+
+    def model(self, vocab: int) -> GPTConfig:
+        return GPTConfig(
+            vocab=vocab,
+            context=self.context,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            dropout=self.dropout,
+            gated=self.gated,
+            rotary=self.rotary,
+        )
+
+    def saved(self) -> dict[str, Any]:
+        """What a run's folder keeps of them, as JSON values."""
+        settings = {name: value for name, value in asdict(self).items() if name not in ("out", "resume", "json")}
+        return settings | {"data": [str(path.resolve()) for path in self.data]}
+
+    @staticmethod
+    def from_saved(settings: dict[str, Any]) -> TrainOptions:
+        """The options that `saved` has written; those of other versions that are not known here are left out."""
+        known: dict[str, Any] = {name: settings[name] for name in TrainOptions().saved() if name in settings}
+        known["data"] = tuple(map(Path, known.get("data", ())))
+        return TrainOptions(**known)
