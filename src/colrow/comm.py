@@ -1,7 +1,8 @@
 """Raw collectives on local tensors. No autograd here, and no raw collective anywhere else.
 
-Every function returns a new tensor, accepts any strides and any dtype, sends nothing on an axis of one rank, and turns
-a lost peer into a `RankError` on the ranks that remain. Sums of 16-bit floats are taken in fp32.
+Every function accepts any strides and any dtype, never writes to its input, and turns a lost peer into a `RankError` on
+the ranks that remain. On an axis of one rank nothing is sent or copied: the result is the input. Sums of 16-bit floats
+are taken in fp32.
 
 Bytes that a rank sends, for x of n bytes on t ranks: all_reduce 2 n (t-1)/t, all_gather (of the whole, n) and
 reduce_scatter n (t-1)/t each.
@@ -23,7 +24,7 @@ from colrow.errors import RankError
 def all_reduce(x: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """x summed (or reduced by `op`) over the ranks: the same bits on each of them."""
     if mesh.size() == 1 or x.numel() == 0:
-        return x.clone()
+        return x
     total = x.to(sum_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
     with _peers("all_reduce", mesh):
         dist.all_reduce(total, op, group=mesh.get_group())
@@ -34,7 +35,7 @@ def all_gather(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) -> T
     """The ranks' slices of dimension `dim` joined; `sizes[r]` is the size of rank r's. A copy less on dim 0."""
     whole = _with_size(x, dim, sum(sizes))
     if mesh.size() == 1 or whole.numel() == 0:
-        return x.clone() if mesh.size() == 1 else x.new_zeros(whole)
+        return x if mesh.size() == 1 else x.new_zeros(whole)
     per = max(sizes)
     rows = _pad(x.movedim(dim, 0), per)
     out = rows.new_empty((mesh.size() * per, *rows.shape[1:]))
@@ -55,7 +56,7 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) 
     """
     mine = sizes[mesh.get_local_rank()]
     if mesh.size() == 1 or x.numel() == 0:
-        return x.clone() if mesh.size() == 1 else x.new_zeros(_with_size(x, dim, mine))
+        return x if mesh.size() == 1 else x.new_zeros(_with_size(x, dim, mine))
     rows = x.movedim(dim, 0).contiguous()
     terms = rows.new_empty((mesh.size() * mine, *rows.shape[1:]))
     with _peers("reduce_scatter", mesh):
@@ -66,10 +67,11 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) 
 
 def broadcast(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """x of the axis's first rank, on all of them. (`src` is a *global* rank: the axis {2, 3} has no rank 0.)"""
+    if mesh.size() == 1 or x.numel() == 0:
+        return x
     value = x.clone(memory_format=torch.contiguous_format)
-    if mesh.size() > 1 and x.numel() > 0:
-        with _peers("broadcast", mesh):
-            dist.broadcast(value, src=first_rank(mesh), group=mesh.get_group())
+    with _peers("broadcast", mesh):
+        dist.broadcast(value, src=first_rank(mesh), group=mesh.get_group())
     return value
 
 

@@ -73,7 +73,8 @@ class Move(torch.autograd.Function):
         ctx.mesh, ctx.src, ctx.dst, ctx.sizes = mesh, src, dst, sizes
         if src.name == "S" and dst.name == "R":
             ctx.shard = x  # for `shard_of`, until `forget_shard`
-        return MOVES[src.name, dst.name](x, mesh, src, dst, sizes)
+        y = MOVES[src.name, dst.name](x, mesh, src, dst, sizes)
+        return y.view_as(x) if y is x else y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -81,7 +82,7 @@ class Move(torch.autograd.Function):
 
 
 def _keep(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, sizes: Sizes) -> Tensor:
-    return x.view_as(x)
+    return x
 
 
 def _reduce(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, sizes: Sizes) -> Tensor:

@@ -88,7 +88,7 @@ def unshard(value: Tensor, split: Split | None) -> Tensor:
         mesh = mesh[mesh.mesh_dim_names[-1]] if mesh.mesh_dim_names else mesh
     mine = local_of(value)
     if isinstance(placement, Partial):
-        return comm.all_reduce(mine, mesh)
+        return comm.all_reduce(mine, mesh).clone()
     if not isinstance(placement, Shard) or split is None:
         return mine.clone()
     rows = comm.all_gather(mine, mesh, split.dim, (mine.shape[split.dim],) * mesh.size())
