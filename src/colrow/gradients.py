@@ -89,12 +89,18 @@ class PartialSums:
 
     def watch(self, params: Iterable[nn.Parameter]) -> None:
         """Sum the partial gradients of these from now on. Watching again, after a change of dtype say, is harmless."""
+        params = list(params)
+        self.unwatch(params)
         for param in params:
-            for handle in self._handles.pop(id(param), ()):
-                handle.remove()
             if param.requires_grad and isinstance(param, DTensor):
                 hooks = param.register_hook(self._take(param)), param.register_post_accumulate_grad_hook(self._note)
                 self._handles[id(param)] = list(hooks)
+
+    def unwatch(self, params: Iterable[nn.Parameter]) -> None:
+        """Leave these alone: nothing refers to them any more."""
+        for param in params:
+            for handle in self._handles.pop(id(param), ()):
+                handle.remove()
 
     def _take(self, param: nn.Parameter):  # noqa: ANN202 - a hook
         weak = weakref.ref(param)
@@ -147,8 +153,12 @@ class Watched(nn.Module):
     sums: PartialSums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # `.to()`, `.double()`: torch swaps the tensors, and hooks do not come along
-        self.sums.watch(self.parameters(recurse=False))
+        # `.to()`, `.double()`: torch swaps the tensors. Hooks do not come along, and a weak reference would forbid it.
+        self.sums.unwatch(self.parameters(recurse=False))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self.sums.watch(self.parameters(recurse=False))
         return self
 
     def adopt(self, mesh: DeviceMesh, splits: dict[str, Split]) -> None:
