@@ -175,7 +175,8 @@ def forget_shard(x: Tensor) -> None:
 
 
 def _gather_node(x: Tensor) -> Any:
-    node = x.grad_fn
-    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
-        node = node.next_functions[0][0]
+    node, place = x.grad_fn, x.output_nr
+    # the last is what a module's full backward hooks (and tools that count collectives by them) put before its inputs
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "BackwardHookFunctionBackward"):
+        node, place = node.next_functions[place]
     return node if hasattr(node, "shard") else None
