@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from colrow.errors import CheckpointError
-from colrow.params import local_of, shard_like, splits, unshard
+from colrow.params import local_of, shard_like, splits, true_name, unshard
 from colrow.split import Split
 from colrow.state import require_equal_replicas
 from colrow.storage import Reader, Writer, choose, prune
@@ -75,7 +75,7 @@ def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Split | None
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
-            yield name, value, by_name.get(name)
+            yield true_name(name), value, by_name.get(true_name(name))
 
 
 def _true_shape(value: Tensor, split: Split | None) -> tuple[int, ...]:

@@ -89,8 +89,11 @@ def unshard(value: Tensor, split: Split | None) -> Tensor:
     mine = local_of(value)
     if isinstance(placement, Partial):
         return comm.all_reduce(mine, mesh).clone()
-    if not isinstance(placement, Shard) or split is None:
+    if not isinstance(placement, Shard):
         return mine.clone()
+    if split is None:  # a shard that is not of our making
+        with torch.no_grad():
+            return value.full_tensor()
     rows = comm.all_gather(mine, mesh, split.dim, (mine.shape[split.dim],) * mesh.size())
     return split.join(rows.tensor_split(mesh.size(), split.dim))
 
@@ -104,20 +107,25 @@ def local_of(value: Tensor) -> Tensor:
 
 
 def splits(model: nn.Module) -> dict[str, Split]:
-    """The split of every parameter that has one, by its full name; the rest are whole on every rank."""
+    """The split of every parameter that has one, by its true name; the rest are whole on every rank."""
     found: dict[str, Split] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = getattr(module, "splits", None)
         if isinstance(own, dict):
-            found.update({f"{prefix}.{name}" if prefix else name: split for name, split in own.items()})
+            found.update({true_name(f"{prefix}.{name}" if prefix else name): split for name, split in own.items()})
     return found
 
 
+def true_name(name: str) -> str:
+    """The name without what wrappers put into it: activation checkpointing and torch.compile."""
+    return ".".join(part for part in name.split(".") if part not in ("_checkpoint_wrapped_module", "_orig_mod"))
+
+
 def named_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Split | None]]:
-    """Every parameter once, under its first name, with its split."""
+    """Every parameter once, under its first (true) name, with its split."""
     by_name = splits(model)
     for name, param in model.named_parameters():
-        yield name, param, by_name.get(name)
+        yield true_name(name), param, by_name.get(true_name(name))
 
 
 def agree(wholes: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:

@@ -12,7 +12,7 @@ from colrow import comm
 from colrow.context import mix
 from colrow.errors import ColrowError, RankError
 from colrow.layout import check_mesh
-from colrow.params import agree, fingerprint, local_of, named_parts, splits, unshard
+from colrow.params import agree, fingerprint, local_of, named_parts, splits, true_name, unshard
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -25,7 +25,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     require_equal_replicas(model)
     by_name = splits(model)
-    return {name: unshard(value, by_name.get(name)) for name, value in model.state_dict().items()}
+    named = {true_name(name): value for name, value in model.state_dict().items()}
+    return {name: unshard(value, by_name.get(name)) for name, value in named.items()}
 
 
 def full_grads(model: nn.Module) -> dict[str, Tensor]:
