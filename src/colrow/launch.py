@@ -17,8 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
@@ -126,11 +125,12 @@ def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...], timeout: flo
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    speaks: list[bool] = []
     try:
-        with _group(dist.PrefixStore("colrow", store), rank, world_size, timeout):
-            value = fn(*args)
+        prefixed = dist.PrefixStore("colrow", store)
+        value = _call(fn, args, prefixed, rank, world_size, timeout, lambda _: speaks.append(_fails_first(store, rank)))
     except Exception as error:
-        if not _fails_first(store, rank):
+        if not all(speaks):
             raise SystemExit(2 if isinstance(error, ColrowError) else 1) from None
         raise
     return value if rank == 0 else None
@@ -139,21 +139,35 @@ def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...], timeout: flo
 def _fails_first(store: dist.Store, rank: int) -> bool:
     """Whether no other rank has failed before this one: then it is this one's part to speak."""
     try:
-        return store.compare_set("colrow-first-failure", "", str(rank)).decode() == str(rank)
+        first = store.compare_set("colrow-first-failure", "", str(rank)).decode() == str(rank)
+        time.sleep(GRACE if rank == 0 else 0)  # it may hold the store that the others are about to ask
+        return first
     except RuntimeError:  # the store has left with the rank that held it, and that one has spoken
         return False
 
 
-@contextmanager
-def _group(store: dist.Store, rank: int, world_size: int, timeout: float) -> Iterator[None]:
-    """The default process group, and its end: gloo's threads would otherwise outlive the interpreter."""
+def _call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    failed: Callable[[Exception], None],
+) -> Any:
+    """`fn(*args)` in a process group. The group's end is ours: gloo's threads would else outlive the interpreter."""
     backend = "nccl" if torch.cuda.is_available() and under_torchrun() else "gloo"
     limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
-        yield
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.barrier()  # a rank that fails at once would leave another one that is still connecting
+        return fn(*args)
+    except Exception as error:
+        failed(error)  # while the others still wait: what they will say comes later
+        raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -177,14 +191,14 @@ def _rank(rank: int, job: _Job) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
-    try:
-        with _group(dist.FileStore(str(job.folder / "store"), job.ranks), rank, job.ranks, job.timeout):
-            value = job.fn(*job.args)
-        _tell(job, _Outcome(rank, value=value if rank == 0 else None))
-    except Exception as error:
+
+    def failed(error: Exception) -> None:
         mine = error if isinstance(error, ColrowError) else None
         _tell(job, _Outcome(rank, error=mine, traceback=traceback.format_exc(), when=time.time_ns()))
-        raise
+
+    store = dist.FileStore(str(job.folder / "store"), job.ranks)
+    value = _call(job.fn, job.args, store, rank, job.ranks, job.timeout, failed)
+    _tell(job, _Outcome(rank, value=value if rank == 0 else None))
 
 
 def _tell(job: _Job, outcome: _Outcome) -> None:

@@ -34,6 +34,8 @@ from colrow.show import Show, StepNumbers
 
 SMALL = 20_000_000
 """Parameters up to which one rank can hold the whole model as well, for the check of the first step."""
+EQUAL = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
+"""Relative gradient difference that rounding can explain: a wrong or lost term gives far more."""
 VALIDATION_BATCHES = 4
 Batch = tuple[Tensor, Tensor]
 
@@ -139,10 +141,11 @@ def compare_first_step(run: Run, show: Show) -> None:
     want.backward()
     wanted = colrow.full_grads(whole)
     worst = max(float((grads[n] - g).abs().max() / g.abs().max().clamp(min=1e-30)) for n, g in wanted.items())
+    verdict, style = ("equals", "bold") if worst <= EQUAL[o.dtype] else ("DIFFERS from", "bold red")
     show.line(
-        f"first step equals one process: loss {float(loss.detach()):.6f} and {float(want.detach()):.6f}, "
+        f"first step {verdict} one process: loss {float(loss.detach()):.6f} and {float(want.detach()):.6f}, "
         f"largest relative gradient difference {worst:.1e}\n",
-        style="bold",
+        style=style,
     )
 
 
