@@ -153,11 +153,15 @@ class Watched(nn.Module):
     sums: PartialSums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `.to()`, `.double()`: torch swaps the tensors. Hooks do not come along, and a weak reference would forbid it.
+        # `.to()`, `.double()`: torch swaps what is inside the tensors. A weak reference would forbid it; and the hooks
+        # stay listed, but the new inside does not know of them until the lists are set again.
         self.sums.unwatch(self.parameters(recurse=False))
         try:
             super()._apply(fn, recurse)
         finally:
+            for param in self.parameters(recurse=False):
+                param._backward_hooks = param._backward_hooks
+                param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
             self.sums.watch(self.parameters(recurse=False))
         return self
 
