@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from colrow import comm
-from colrow.layout import I, P, R
+from colrow.layout import I, P
 from colrow.moves import move
 from colrow.params import agree, local, local_of, shard
 from colrow.split import Split
@@ -110,7 +110,7 @@ class PartialSums:
             if leaf is None or not isinstance(grad, DTensor) or not isinstance(grad.placements[-1], Partial):
                 return grad
             if torch.is_grad_enabled():  # a graph of the backward pass is wanted: sum at once, differentiably
-                total = move(local(grad, grad=R), self.mesh, src=P, dst=I)
+                total = move(local(grad, grad=P), self.mesh, src=P, dst=I)
                 return DTensor.from_local(total, self.mesh, [Replicate()], run_check=False)
             term = _Term(leaf, local_of(grad), torch.zeros_like(local_of(grad)))
             self._current_pass().terms[id(leaf)] = term
