@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from colrow.context import require_whole
+from colrow.context import current, mark, require_whole
 from colrow.gradients import Watched
 from colrow.layout import I, Layout
 from colrow.params import read
@@ -61,4 +61,7 @@ class Replicated(SplitModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.sharded and I in self.grads.values():
             require_whole(type(self).__name__)
-        return super().forward(*args, **kwargs)
+        out, call = super().forward(*args, **kwargs), current()
+        if self.sharded and call is not None and isinstance(out, Tensor):
+            mark(out, call.tokens)  # attention or MLP may be checkpointed inside a checkpointed block
+        return out
