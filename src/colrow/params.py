@@ -31,10 +31,12 @@ def local(param: Tensor, *, grad: Layout) -> Tensor:
     """
     if not isinstance(param, DTensor):
         return param
-    if isinstance(grad, S) != isinstance(param.placements[-1], Shard):
-        given = f"a parameter at rest as {param.placements[-1]} read as {grad}"
+    at_rest = param.placements[-1]
+    split = at_rest.dim % param.dim() if isinstance(at_rest, Shard) else None
+    if split != (grad.dim % param.dim() if isinstance(grad, S) else None):
+        given = f"a parameter at rest as {at_rest} read as {grad}"
         raise ShapeError("colrow.local", given, "shards are read as S(dim), the others as R or I", "Correct grad=")
-    return param.to_local(grad_placements=[grad.dual.placement])
+    return param.to_local(grad_placements=[grad.dual.placement if split is None else Shard(split)])
 
 
 def read(param: Tensor, split: Split | None, mesh: DeviceMesh, grad: Layout) -> Tensor:
