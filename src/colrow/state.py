@@ -117,10 +117,9 @@ def replica_drift(model: nn.Module) -> dict[str, float]:
 
     Cost: an all-gather of a number per tensor, and two all-reduces of each that differs.
     """
-    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
-    if not meshes:
+    mesh = _axis_of(model)
+    if mesh is None:
         return {}
-    mesh = _axis(meshes[0], meshes[0].ndim - 1)
     copies = {
         name: local_of(value)
         for name, value in [*model.named_parameters(), *model.named_buffers()]
@@ -148,10 +147,14 @@ def require_equal_replicas(model: nn.Module) -> None:
 
 def sync_replicas(model: nn.Module) -> None:
     """Make replicated parameters and buffers equal again: the first rank's values, in place."""
-    drift = replica_drift(model)
-    named = dict([*model.named_parameters(), *model.named_buffers()])
-    for name in drift:
-        value = named[name]
-        if isinstance(value, DTensor):
-            mine = local_of(value)
-            mine.copy_(agree([mine], _axis(value.device_mesh, value.device_mesh.ndim - 1))[0])
+    mesh, drift = _axis_of(model), replica_drift(model)
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if mesh is not None and name in drift:
+            mine = local_of(value).detach()
+            mine.copy_(agree([mine], mesh)[0])
+
+
+def _axis_of(model: nn.Module) -> DeviceMesh | None:
+    """The tensor-parallel axis of a split model."""
+    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    return _axis(meshes[0], meshes[0].ndim - 1) if meshes else None
