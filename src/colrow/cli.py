@@ -51,7 +51,7 @@ class PlanOptions:
     layers: int = 4
     width: int = 128
     heads: int = 4
-    context: int = 128
+    context: int = 64
     vocab_size: int = 256
     gated: bool = False
     """SwiGLU and RMSNorm instead of GeLU and LayerNorm."""

@@ -23,13 +23,13 @@ class TrainOptions:
     """Folder for checkpoints and metrics; without it, a new one in runs/ (with --resume, the latest there)."""
     resume: bool = False
     """Go on from the last checkpoint, with the run's own options where none are given; at any --tp."""
-    steps: int = 250
+    steps: int = 600
     """Steps in all. A resumed run that has done them does as many again."""
-    batch: int = 16
+    batch: int = 12
     """Rows of text in one micro-batch of one replica."""
     accumulate: int = 1
     """Micro-batches in one step."""
-    lr: float = 2e-3
+    lr: float = 3e-3
     """Learning rate at its highest: after the warm-up, before a cosine brings it down to a tenth."""
     warmup: int = 20
     """Steps over which the learning rate rises."""
@@ -41,7 +41,7 @@ class TrainOptions:
     layers: int = 4
     width: int = 128
     heads: int = 4
-    context: int = 128
+    context: int = 64
     """Tokens in one row."""
     dropout: float = 0.1
     gated: bool = False
@@ -53,9 +53,9 @@ class TrainOptions:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     sequence_parallel: bool = True
     """Keep norms, dropout and residuals on 1/tp of the tokens."""
-    save_every: int = 100
+    save_every: int = 200
     """Steps between checkpoints; the last step saves in any case."""
-    eval_every: int = 50
+    eval_every: int = 100
     """Steps between validations."""
     sample: int = 200
     """Tokens of text to write at the end; 0: none."""
