@@ -99,27 +99,29 @@ class VocabCrossEntropy(nn.CrossEntropyLoss):
 
 
 class _VocabLoss(torch.autograd.Function):
-    """The loss of every token, zero where the target is ignored. Saves the logits, and log Z."""
+    """The loss of every token, zero where the target is ignored. Saves the logits, and m and log Z - m: their sum would
+    lose the digits that the softmax needs where the logits are large."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, mesh: DeviceMesh, vocab: int, smoothing: float, ignore: int
     ) -> Tensor:
-        loss, log_z = _token_loss(logits, target, mesh, vocab, smoothing, ignore)
-        ctx.save_for_backward(logits, target, log_z)
+        loss, top, log_z = _token_loss(logits, target, mesh, vocab, smoothing, ignore)
+        ctx.save_for_backward(logits, target, top, log_z)
         ctx.terms = mesh, vocab, smoothing, ignore
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits, target, log_z = ctx.saved_tensors
+        logits, target, top, log_z = ctx.saved_tensors
         mesh, vocab, smoothing, ignore = ctx.terms
         if torch.is_grad_enabled():  # a graph of the backward pass is wanted: differentiate the formula itself
-            loss, _ = _token_loss(logits, target, mesh, vocab, smoothing, ignore)
+            loss, _, _ = _token_loss(logits, target, mesh, vocab, smoothing, ignore)
             dx = torch.autograd.grad(loss, logits, grad, create_graph=True)[0]
             return dx, None, None, None, None, None
-        dx = logits.to(log_z.dtype).sub(log_z[..., None]).exp_()
-        dx.sub_(smoothing / vocab)
+        dx = logits.to(log_z.dtype).sub(top[..., None]).sub_(log_z[..., None]).exp_()
+        if smoothing:
+            dx.sub_(smoothing / vocab)
         column, here = _column(target, mesh, vocab, logits.shape[-1])
         if logits.shape[-1]:
             dx.scatter_add_(-1, column[..., None], -(1 - smoothing) * here[..., None].to(dx.dtype))
@@ -129,8 +131,8 @@ class _VocabLoss(torch.autograd.Function):
 
 def _token_loss(
     logits: Tensor, target: Tensor, mesh: DeviceMesh, vocab: int, smoothing: float, ignore: int
-) -> tuple[Tensor, Tensor]:
-    """The loss and log Z of every token, (...) each, by differentiable operations and moves."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, m and log Z - m of every token, (...) each; the loss by differentiable operations and moves."""
     x = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     with torch.no_grad():
         top = x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
@@ -144,7 +146,7 @@ def _token_loss(
     loss = log_z - sums[1]
     if smoothing:
         loss = (1 - smoothing) * loss + smoothing * (log_z - sums[2] / vocab)
-    return loss.masked_fill(target == ignore, 0), (log_z + top).detach()
+    return loss.masked_fill(target == ignore, 0), top, log_z.detach()
 
 
 def _column(target: Tensor, mesh: DeviceMesh, vocab: int, width: int) -> tuple[Tensor, Tensor]:
@@ -168,17 +170,17 @@ def _mine(logits: Tensor, mesh: DeviceMesh | None, vocab: int | None, where: str
         raise LayoutError(where, given, "a local slice does not say what it is a slice of", "Pass both")
     sizes = chunk_sizes(vocab, check_mesh(mesh, where).size())
     width, mine = logits.shape[-1], sizes[mesh.get_local_rank()]
+    allowed = f"each rank passes its slice of the {vocab} columns, {list(sizes)}"
     if width == vocab > sizes[0]:
-        given = f"gathered logits of shape {tuple(logits.shape)}"
-        raise LayoutError(where, given, f"each rank passes its slice of the {vocab} columns, {list(sizes)}", fix)
+        raise LayoutError(where, f"gathered logits of shape {tuple(logits.shape)}", allowed, fix)
     if width not in (mine, sizes[0]):
         given = f"logits of shape {tuple(logits.shape)}"
-        raise ShapeError(where, given, f"this rank has {mine} of the {vocab} columns", "Correct vocab= or the logits")
+        raise ShapeError(where, given, allowed, "Correct vocab= or the logits")
     return logits.narrow(-1, 0, mine), mesh, vocab
 
 
 def _check_target(logits: Tensor, target: Tensor, vocab: int, ignore: int, where: str) -> None:
     if target.shape != logits.shape[:-1]:
-        given = f"logits of shape {tuple(logits.shape)} with a target of shape {tuple(target.shape)}"
+        given = f"logits of {tuple(logits.shape[:-1])} tokens with a target of shape {tuple(target.shape)}"
         raise ShapeError(where, given, f"the target must have shape {tuple(logits.shape[:-1])}", "Flatten both alike")
     check_ids(target, vocab, where, ignore)
