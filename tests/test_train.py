@@ -112,6 +112,19 @@ def test_the_first_step_is_compared_with_one_process(ranks: Ranks, options: Trai
     assert found and float(found[1]) < 1e-4, text
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_precisions_train_and_equal_one_process(ranks: Ranks, options: TrainOptions, dtype: Any) -> None:
+    result, text = ranks(2).run(trained, replace(options, tp=2, dtype=dtype, lr=0.01))[0]
+    assert "first step equals one process" in text, text
+    assert result["loss_last"] < result["loss_first"] - 0.3
+
+
+def test_numbers_that_are_not_finite_stop_the_run_before_they_spoil_it(ranks: Ranks, options: TrainOptions) -> None:
+    raised = ranks(2).run(trained, replace(options, tp=2, lr=1e30), expect_errors=True)
+    assert {e.type_name for e in raised} == {"ColrowError"}
+    assert "the norm of the gradients is" in raised[0].message
+
+
 def test_a_wrong_gradient_is_seen_in_the_first_step(ranks: Ranks, options: TrainOptions) -> None:
     text = ranks(2).run(with_wrong_gradients, replace(options, tp=2, steps=1))[0]
     assert "first step DIFFERS from one process" in text, text

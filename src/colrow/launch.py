@@ -140,7 +140,8 @@ def _fails_first(store: dist.Store, rank: int) -> bool:
     """Whether no other rank has failed before this one: then it is this one's part to speak."""
     try:
         first = store.compare_set("colrow-first-failure", "", str(rank)).decode() == str(rank)
-        time.sleep(GRACE if rank == 0 else 0)  # it may hold the store that the others are about to ask
+        # Rank 0 may hold the store that the others are about to ask; and when one leaves, torchrun ends the rest.
+        time.sleep(GRACE * ((rank == 0) + 2 * (not first)))
         return first
     except RuntimeError:  # the store has left with the rank that held it, and that one has spoken
         return False

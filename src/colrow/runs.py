@@ -82,14 +82,21 @@ def _open(out: Path | None, options: dict[str, Any], tokenizer: Tokenizer, resum
             raise CheckpointError(str(folder), given, "a new run needs a folder of its own", fix)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _OPTIONS).write_text(json.dumps(options, indent=1) + "\n")
+        _write(folder / _OPTIONS, json.dumps(options, indent=1) + "\n")
         if not resume:
-            (folder / _TOKENIZER).write_text(tokenizer.to_text())
+            _write(folder / _TOKENIZER, tokenizer.to_text())
             (folder / _METRICS).unlink(missing_ok=True)
     except OSError as error:
         given = f"it cannot be written ({error.strerror or error})"
         raise DataError(f"--out {folder}", given, "a run needs a folder to save in", "Give another --out") from error
     return folder
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a kill in between leaves what there was."""
+    beside = path.with_suffix(".part")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def _unused() -> Path:
@@ -118,7 +125,7 @@ def forget_metrics_after(folder: Path, step: int) -> None:
     path = folder / _METRICS
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+        _write(path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
 
 
 def note(folder: Path, numbers: dict[str, Any]) -> None:

@@ -82,7 +82,8 @@ def train(options: TrainOptions) -> dict[str, Any]:
     show.line("\nnext:", style="bold")
     at = "" if options.out is None else f" --out {run.folder}"
     again = "" if result["steps"] < total else f" --steps {2 * total}"
-    show.line(f"  colrow train --resume{at}{again}\n  colrow train --resume{at} --tp 4\n  make test")
+    other = 2 if options.tp == 4 else 4
+    show.line(f"  colrow train --resume{at}{again}\n  colrow train --resume{at} --tp {other}\n  make test")
     return result
 
 
@@ -91,7 +92,7 @@ def set_up(options: TrainOptions, show: Show) -> Run:
     options.check()
     world, tp = dist.get_world_size(), options.tp
     if world % tp:
-        raise DataError("--tp", f"{tp} with {world} ranks", "the ranks are tp times the replicas", "Start a multiple")
+        raise DataError("--tp", f"{tp} with {world} ranks", "replicas have tp ranks each", f"Start a multiple of {tp}")
     kind = "cpu" if dist.get_backend() == "gloo" else "cuda"
     mesh = init_device_mesh(kind, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     raw = read(options.data)
@@ -190,7 +191,7 @@ def train_step(run: Run, step: int, total: int) -> StepNumbers:
         loss.backward()
         losses.append(loss.detach())
     average_gradients(run)
-    norm = colrow.clip_grad_norm_(run.model, o.clip)
+    norm = colrow.clip_grad_norm_(run.model, o.clip, error_if_nonfinite=True)  # before it spoils the weights
     lr = learning_rate(o, step, total)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
