@@ -16,6 +16,8 @@ from wire import Sent, Wire, counts
 
 LIMIT = 30.0
 WIDTH = 32
+FULL_LLAMA = LLAMA | {"kv_heads": 4}  # with fewer heads than ranks, k and v are whole, and their gradients are summed
+STREAM = ("blocks.0.norm_1", "blocks.1.norm_2", "blocks.0.attention", "blocks.1.mlp")
 SIZES = pytest.mark.parametrize("size", [2, 4])
 BOTH = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "tp"])
 
@@ -57,7 +59,7 @@ def without(more: list[Sent], few: list[Sent]) -> list[Sent]:
 
 
 @SIZES
-@pytest.mark.parametrize("options", [{}, LLAMA, {"dropout": 0.1}], ids=["gpt2", "llama", "dropout"])
+@pytest.mark.parametrize("options", [{}, FULL_LLAMA, {"dropout": 0.1}], ids=["gpt2", "llama", "dropout"])
 def test_a_tp_layer_has_two_all_reduces_each_way(ranks: Any, size: int, options: dict[str, Any]) -> None:
     forward, backward = layer_of(ranks, size, False, (2, 16), **options)
     assert counts(forward) == counts(backward) == {"all_reduce": 2}
@@ -66,7 +68,7 @@ def test_a_tp_layer_has_two_all_reduces_each_way(ranks: Any, size: int, options:
 
 
 @SIZES
-@pytest.mark.parametrize("options", [{}, LLAMA, {"dropout": 0.1}], ids=["gpt2", "llama", "dropout"])
+@pytest.mark.parametrize("options", [{}, FULL_LLAMA, {"dropout": 0.1}], ids=["gpt2", "llama", "dropout"])
 def test_SPEED_1_an_sp_layer_gathers_and_scatters(ranks: Any, size: int, options: dict[str, Any]) -> None:
     """Forward 2 + 2; backward 2 + 2 and two second gathers of what was not saved. No all-reduce but the sums' one."""
     forward, backward = layer_of(ranks, size, True, (2, 16), **options)
@@ -224,15 +226,7 @@ def rows_seen(tokens: tuple[int, int], sequence_parallel: bool) -> dict[str, tup
 
         return hook
 
-    for name in (
-        "blocks.0.norm_1",
-        "blocks.1.norm_2",
-        "blocks.0.attention",
-        "blocks.1.mlp",
-        "norm",
-        "head",
-        "blocks.1",
-    ):
+    for name in (*STREAM, "norm", "head", "blocks.1"):
         model.get_submodule(name).register_forward_hook(note(name))
     out = model(ids(*tokens))
     return seen | {"model out": tuple(out.shape)}
@@ -247,16 +241,7 @@ def test_SEQ_3_SPEED_1_norms_see_a_part_of_the_tokens_and_the_model_gives_all(
     every = ranks(size).run(rows_seen, tokens, True, timeout=LIMIT)
     for rank, seen in enumerate(every):
         mine = max(0, min(-(-total // size), total - rank * -(-total // size)))
-        for name in (
-            "blocks.0.norm_1",
-            "blocks.1.norm_2",
-            "norm",
-            "blocks.0.norm_1 out",
-            "blocks.0.attention",
-            "blocks.1.mlp",
-        ):
-            assert seen[name] == (mine, WIDTH), name
-        for name in ("blocks.0.attention out", "blocks.1.mlp out", "blocks.1 out"):
+        for name in (*STREAM, "norm", *(f"{name} out" for name in STREAM), "blocks.1 out"):
             assert seen[name] == (mine, WIDTH), name
         assert seen["head"] == seen["norm out"] == (*tokens, WIDTH)
         assert seen["model out"] == (*tokens, 64)
