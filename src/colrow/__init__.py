@@ -13,14 +13,13 @@ from colrow.errors import LayoutError as LayoutError
 from colrow.errors import PlanError as PlanError
 from colrow.errors import RankError as RankError
 from colrow.errors import ShapeError as ShapeError
+from colrow.head import VocabHead as VocabHead
 from colrow.layout import I as I
 from colrow.layout import P as P
 from colrow.layout import R as R
 from colrow.layout import S as S
 from colrow.linear import ColumnLinear as ColumnLinear
 from colrow.linear import RowLinear as RowLinear
-from colrow.linear import VocabHead as VocabHead
-from colrow.loss import VocabCrossEntropy as VocabCrossEntropy
 from colrow.loss import vocab_cross_entropy as vocab_cross_entropy
 from colrow.loss import vocab_log_probs as vocab_log_probs
 from colrow.moves import move as move
@@ -35,7 +34,6 @@ from colrow.plan import Column as Column
 from colrow.plan import Drop as Drop
 from colrow.plan import Head as Head
 from colrow.plan import LastNorm as LastNorm
-from colrow.plan import Loss as Loss
 from colrow.plan import Mlp as Mlp
 from colrow.plan import Norm as Norm
 from colrow.plan import Plan as Plan

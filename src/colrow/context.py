@@ -16,7 +16,7 @@ and which `agreed_draws` makes equal on the ranks for the time of a call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
@@ -36,9 +36,17 @@ MASK = (1 << 63) - 1
 
 @dataclass
 class Call:
-    """A running call. `tokens` is the whole shape, without the hidden dimension, while the stream is sharded."""
+    """A running call.
+
+    Attributes:
+        tokens: the whole shape, without the hidden dimension, while the stream is sharded.
+        until_done: a stack of what is to be left when the model's call ends; only a whole model's call has one.
+        split_logits: whether `loss.SplitLogits` is on that stack.
+    """
 
     tokens: Shape | None = None
+    until_done: ExitStack | None = None
+    split_logits: bool = False
 
 
 # Scoped to a call by `running`: the one way to reach code that somebody else wrote and that calls our modules.
@@ -70,14 +78,19 @@ def mark(x: Tensor, tokens: Shape | None) -> None:
 
 def marked(x: Tensor, where: str) -> Shape | None:
     """The note on x's memory, in a recomputation."""
-    note = getattr(x.untyped_storage(), "colrow_tokens", None)
-    if note is None:
+    if not hasattr(x.untyped_storage(), "colrow_tokens"):
         raise ShapeError(
             where,
             "a recomputation starts from a tensor that did not enter or leave a block",
             "under sequence parallelism checkpointing may begin at a block, or at attention or MLP in a block",
             "Checkpoint whole blocks, or split with sequence_parallel=False",
         )
+    return noted(x)
+
+
+def noted(x: Tensor) -> Shape | None:
+    """The tokens' shape that x's memory is marked with, if it holds this rank's rows of them."""
+    note = getattr(x.untyped_storage(), "colrow_tokens", (None,))
     return note[0]
 
 

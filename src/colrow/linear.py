@@ -9,20 +9,18 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from colrow.context import known_tokens, leave, require_whole
+from colrow.context import known_tokens, leave
 from colrow.errors import LayoutError, ShapeError
 from colrow.gradients import Watched
 from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh, chunk_sizes
-from colrow.moves import forget_shard, move, shard_of
+from colrow.moves import forget_shard, move, read_by_all, shard_of
 from colrow.params import read
 from colrow.split import Piece, Split
 
@@ -69,7 +67,11 @@ class ColumnLinear(Watched, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_width(input, self.in_features)
-        x = input if self.src == R else move(input, self.mesh, src=known_tokens(self.src), dst=R)
+        x = input
+        if self.src == I:
+            x = read_by_all(input, self.mesh)
+        elif self.src != R:
+            x = move(input, self.mesh, src=known_tokens(self.src), dst=R)
         y = regathering_linear(x, *self._terms())
         if x is not input:
             forget_shard(x)
@@ -155,21 +157,6 @@ class RowLinear(ColumnLinear):
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, dst={self.dst}, tp={self.mesh.size()}"
-
-
-class VocabHead(ColumnLinear):
-    """The output projection, split over the vocabulary: a `ColumnLinear` that says what its logits are.
-
-    Shapes: input (..., in), `src`; output a DTensor of the true global shape (..., vocabulary), `Shard(-1)`. What
-    `vocab_cross_entropy` takes as it is; `.full_tensor()` makes it whole.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        require_whole(type(self).__name__)
-        y = super().forward(input)
-        shape = torch.Size((*y.shape[:-1], self.splits["weight"].true_size))
-        stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        return DTensor.from_local(y, self.mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
 
 
 def regathering_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,13 +10,17 @@ so three numbers a token are summed over the ranks, and backward needs no collec
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from colrow import comm
 from colrow.embedding import check_ids
@@ -84,18 +88,25 @@ def vocab_log_probs(
     return -_VocabLoss.apply(mine, target, mesh, vocab, 0.0, ignore_index)
 
 
-class VocabCrossEntropy(nn.CrossEntropyLoss):
-    """`nn.CrossEntropyLoss` over logits that may be split over the vocabulary (..., vocabulary).
+class SplitLogits(TorchFunctionMode):
+    """While it is entered, `F.cross_entropy` of logits split over the vocabulary is `vocab_cross_entropy`.
 
-    DTensor logits go through `vocab_cross_entropy`; plain ones, whole on every rank, through torch.
+    So a model's own loss, written for whole logits (N, vocabulary), stays as it is. Class weights are refused.
     """
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if not isinstance(input, DTensor):
-            return super().forward(input, target)
-        options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
-        reduction: Any = self.reduction
-        return vocab_cross_entropy(input, target, reduction=reduction, **options)
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        logits = args[0] if args else kwargs.get("input")
+        if func is not F.cross_entropy or not isinstance(logits, DTensor):
+            return func(*args, **kwargs)
+        given = inspect.signature(F.cross_entropy).bind(*args, **kwargs).arguments
+        if given.get("weight") is not None:
+            fix = "Leave out the weights, or call colrow.vocab_cross_entropy and weigh its losses"
+            raise LayoutError("F.cross_entropy", "class weights", "split logits have none", fix)
+        names = ("ignore_index", "label_smoothing", "reduction")
+        return vocab_cross_entropy(logits, given["target"], **{name: given[name] for name in names if name in given})
 
 
 class _VocabLoss(torch.autograd.Function):

@@ -7,11 +7,14 @@ or heads each computes one term of it (`R`).
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from colrow.context import current, mark, require_whole
+from colrow.errors import ShapeError
 from colrow.gradients import Watched
 from colrow.layout import I, Layout
 from colrow.params import read
@@ -32,6 +35,16 @@ class SplitModule(Watched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.origin.forward(self._in_flight(), *args, **kwargs)
 
+    def _stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The first argument of a call, by position or by its name, and the rest."""
+        if args:
+            return args[0], args[1:], kwargs
+        name = _first_parameter(self.origin)
+        if name not in kwargs:
+            given, fix = f"it was called without '{name}'", "Pass the activations first"
+            raise ShapeError(type(self).__name__, given, "its first argument is the stream", fix)
+        return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
     def _in_flight(self) -> Any:
         """The module as its author knows it: of the original class, with local tensors for its own parameters.
 
@@ -47,6 +60,11 @@ class SplitModule(Watched):
             for name, param in self._parameters.items()
         }
         return view
+
+
+@cache
+def _first_parameter(origin: type[nn.Module]) -> str:
+    return list(inspect.signature(origin.forward).parameters)[1]
 
 
 class Replicated(SplitModule):

@@ -14,10 +14,10 @@ from colrow.dropout import Dropout
 from colrow.embedding import VocabEmbedding
 from colrow.errors import ColrowError, PlanError, RankError
 from colrow.gradients import PartialSums, Watched
+from colrow.head import VocabHead
 from colrow.init import check_resettable, whole_values
 from colrow.layout import check_mesh
-from colrow.linear import ColumnLinear, RowLinear, VocabHead
-from colrow.loss import VocabCrossEntropy
+from colrow.linear import ColumnLinear, RowLinear
 from colrow.norm import Replicated, SplitModule
 from colrow.params import agree, shard
 from colrow.plan import Plan
@@ -32,7 +32,6 @@ _MIXINS: dict[type[rules.Rule], type[nn.Module]] = {
     rules.Row: RowLinear,
     rules.Vocab: VocabEmbedding,
     rules.Head: VocabHead,
-    rules.Loss: VocabCrossEntropy,
     rules.Attention: Region,
     rules.Mlp: Region,
     rules.Block: Block,
@@ -176,6 +175,6 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
         attributes |= {"sharded": site.sharded}
     if isinstance(module, Dropout | ColumnLinear):
         attributes |= {"src": site.src}
-    if isinstance(module, RowLinear | VocabEmbedding | LastNorm):
+    if isinstance(module, RowLinear | VocabEmbedding):
         attributes |= {"dst": site.dst}
     vars(module).update(attributes | dict(site.patches))

@@ -23,7 +23,7 @@ from enum import Enum
 from fnmatch import translate
 
 from colrow.errors import PlanError, near_misses
-from colrow.layout import Layout, R
+from colrow.layout import Layout
 
 
 class Unit(Enum):
@@ -67,9 +67,7 @@ class Norm(Replicated):
 
 @dataclass(frozen=True)
 class LastNorm(Rule):
-    """The norm after the last block, where the sequence-parallel stretch ends. See `region.LastNorm` for `dst`."""
-
-    dst: Layout = R
+    """The norm after the last block, where the sequence-parallel stretch ends: its output is whole."""
 
 
 @dataclass(frozen=True, init=False)
@@ -108,28 +106,23 @@ class Vocab(Rule):
 class Head(Rule):
     """The output projection, split over the vocabulary; it may share its weight with a `Vocab` embedding.
 
-    `src` is the layout that its input arrives in: `R` after a `LastNorm(dst=R)`, else `I`.
+    Its logits are a DTensor, which `F.cross_entropy` (or an `nn.CrossEntropyLoss`) in the model takes as it is; where
+    they leave the model without a loss they are made whole.
     """
-
-    src: Layout = R
-
-
-@dataclass(frozen=True)
-class Loss(Rule):
-    """An `nn.CrossEntropyLoss` over the head's logits, (..., vocabulary): computed without gathering them."""
 
 
 @dataclass(frozen=True)
 class Attention(Rule):
-    """The attention module: one gather at its entry. Names the attributes that hold its numbers of heads.
+    """The attention module: one gather at its entry. Says its numbers of heads, or the attributes that hold them.
 
-    On each rank the attributes are set to what the rank computes. `kv_heads` may be left out where all heads have
-    their own keys and values; `head_dim` may be a number.
+    On each rank the attributes are set to what the rank computes, and so is the one named by `groups`, the number of
+    query heads for each key/value head. `kv_heads` may be left out where all heads have their own keys and values.
     """
 
-    heads: str
-    kv_heads: str | None = None
+    heads: str | int
+    kv_heads: str | int | None = None
     head_dim: str | int = "head_dim"
+    groups: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,32 @@ the author's `forward` stay.
 from __future__ import annotations
 
 import zlib
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from colrow import comm
-from colrow.context import Call, Shape, agreed_draws, current, enter, gather, mark, marked, running, scatter, tokens_at
+from colrow.context import (
+    Call,
+    Shape,
+    agreed_draws,
+    current,
+    enter,
+    gather,
+    mark,
+    marked,
+    noted,
+    running,
+    scatter,
+    tokens_at,
+)
 from colrow.dropout import Dropout
 from colrow.errors import RankError, ShapeError
 from colrow.gradients import in_backward
-from colrow.layout import I, Layout, S
+from colrow.layout import I, S
 from colrow.moves import forget_shard, move
 from colrow.norm import SplitModule
 from colrow.params import fingerprint, local
@@ -38,7 +52,8 @@ class Region(SplitModule):
 
     sharded: bool
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, args, kwargs = self._stream(args, kwargs)
         if not self.sharded:
             return super().forward(enter(x, self.mesh, None), *args, **kwargs)
         tokens = tokens_at(x, type(self).__name__, in_backward())
@@ -58,7 +73,8 @@ class Block(SplitModule):
 
     sharded: bool
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, args, kwargs = self._stream(args, kwargs)
         if not self.sharded:
             return super().forward(x, *args, **kwargs)
         outer = current()
@@ -82,27 +98,26 @@ class Block(SplitModule):
 
 
 class LastNorm(SplitModule):
-    """The norm after the last block: on this rank's tokens, and then out of the sequence-parallel stretch.
+    """The norm after the last block: on this rank's tokens, and then out of the sequence-parallel stretch (S -> I).
+
+    What reads its output may be whole (a classifier) or split over the vocabulary (a head, which sees where its input
+    was gathered and sends its gradient there: `moves.read_by_all`).
 
     Attributes:
         sharded: whether its input is this rank's tokens.
-        dst: how its readers use the result: `R` for a vocabulary-parallel head (each rank's gradient is one term), `I`
-            for anything whole. The wrong one leaves the loss right and makes the gradients t times too large or small.
     """
 
     sharded: bool
-    dst: Layout
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.sharded:
-            y = super().forward(x, *args, **kwargs)
-            return y if self.dst == I else move(y, self.mesh, src=I, dst=self.dst)
-        tokens = tokens_at(x, type(self).__name__, in_backward())
         y = super().forward(x, *args, **kwargs)
+        if not self.sharded:
+            return y
+        tokens = tokens_at(x, type(self).__name__, in_backward())
         call = current()
         if call is not None:
             call.tokens = None
-        return gather(y, self.mesh, tokens, self.dst)
+        return gather(y, self.mesh, tokens, I)
 
 
 class Model(SplitModule):
@@ -118,11 +133,13 @@ class Model(SplitModule):
         if self.checks_left:
             self.checks_left -= 1
             check_same_inputs(self, args, kwargs)
-        with running(Call()) as call, agreed_draws(self.mesh) if _draws(self) else nullcontext():
+        with ExitStack() as stack, running(Call(until_done=stack)) as call:
+            if _draws(self):
+                stack.enter_context(agreed_draws(self.mesh))
             out = super().forward(*args, **kwargs)
             if call.tokens is not None:
                 out = _close(out, self, call.tokens)
-        return _whole(out)
+        return _whole(out, self.mesh)
 
 
 def become(module: nn.Module, mixin: type[nn.Module]) -> None:
@@ -172,16 +189,25 @@ def _close(out: Any, module: SplitModule, tokens: Shape) -> Any:
     raise ShapeError(type(module).__name__, given, "the stream ends in a tensor, or a tuple that starts with one", fix)
 
 
-def _whole(out: Any) -> Any:
-    """Logits that left the model split over the vocabulary, made whole (S -> I). Containers keep their type."""
+def _whole(out: Any, mesh: DeviceMesh) -> Any:
+    """What leaves the model made whole (S -> I): split logits, and tensors of the stream, which are marked.
+
+    Containers keep their type. Beside a loss, logits stay a DTensor, of the true global shape: nobody may want them.
+    """
     if isinstance(out, DTensor):
         placement = out.placements[-1]
         if not isinstance(placement, Shard):
             return out
         src = S(placement.dim, size=out.shape[placement.dim])
         return move(local(out, grad=S(placement.dim)), out.device_mesh, src=src, dst=I)
+    if isinstance(out, Tensor):
+        tokens = noted(out)
+        return out if tokens in (None, tuple(out.shape[:-1])) else gather(out, mesh, tokens, I)
     if type(out) in (tuple, list):
-        return type(out)(_whole(item) for item in out)
-    if type(out) is dict:
-        return {name: _whole(item) for name, item in out.items()}
+        return type(out)(_whole(item, mesh) for item in out)
+    if isinstance(out, dict):  # and the output classes of transformers, which are dicts
+        beside_a_loss = out.get("loss") is not None
+        for name, item in list(out.items()):
+            if not (beside_a_loss and isinstance(item, DTensor)):
+                out[name] = _whole(item, mesh)
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +17,7 @@ from colrow.layout import I, Layout, R, S
 from colrow.plan import Plan, Rule, Unit
 from colrow.resolved import Resolved, Row, Site
 from colrow.split import Heads, Piece, Split, fused, split_heads
-from colrow.totality import REGIONS, check_ends, check_owners, check_partners
+from colrow.totality import REGIONS, check_owners, check_partners
 
 _OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -46,7 +46,6 @@ def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = 
             raise PlanError(name, given, "one module has one rule", "Give both names the same rule")
     sites = tuple(seen.values())
     check_owners(params, found)
-    check_ends(found)
     check_partners(found, {site.name: site for site in sites})
     return Resolved(tp, sequence_parallel, sites, _rows(model, sites, found))
 
@@ -73,13 +72,14 @@ class _Resolver:
             case rules.Vocab() | rules.Head():
                 return self._vocab(plain, module, rule)
             case rules.Attention():
-                heads, names = self._heads(name), (rule.heads, rule.kv_heads)
-                local = zip(names, (heads.local_heads, heads.local_kv_heads), strict=True)
-                return Site(name, rule, sharded, patches=tuple((n, value) for n, value in local if n))
+                heads, names = self._heads(name), (rule.heads, rule.kv_heads, rule.groups)
+                numbers = heads.local_heads, heads.local_kv_heads, heads.local_heads // heads.local_kv_heads
+                local = zip(names, numbers, strict=True)
+                return replace(plain, patches=tuple((n, value) for n, value in local if isinstance(n, str)))
             case rules.LastNorm():
                 stretch = self.sequence_parallel and any(isinstance(r, rules.Block) for r in self.found.values())
                 read = MappingProxyType(dict.fromkeys(own, R if stretch else I))
-                return Site(name, rule, stretch, grads=read, dst=rule.dst)
+                return Site(name, rule, stretch, grads=read)
             case rules.Drop():
                 return self._dropout(plain, module, rule.unit)
             case None if isinstance(module, nn.Dropout):
@@ -87,9 +87,6 @@ class _Resolver:
             case None if isinstance(module, _OTHER_DROPOUTS):
                 given, fix = f"a {type(module).__name__}", "Use nn.Dropout, or set sequence_parallel=False and p=0"
                 raise PlanError(name, given, "only nn.Dropout draws the same mask at every degree", fix)
-            case rules.Loss() if not isinstance(module, nn.CrossEntropyLoss) or module.weight is not None:
-                fix = "Call colrow.vocab_cross_entropy on the head's logits in the model"
-                raise PlanError(name, f"Loss() for {module}", "it is for an nn.CrossEntropyLoss without weights", fix)
             case _:
                 return plain
 
@@ -165,8 +162,7 @@ class _Resolver:
             check_options(module, plain.name)
         split = Split(0, (Piece(module.weight.shape[0]),), self.tp, trimmed=True)
         splits = {name: split for name, param in module._parameters.items() if param is not None}
-        src = rule.src if isinstance(rule, rules.Head) else I
-        return Site(plain.name, rule, plain.sharded, MappingProxyType(splits), plain.grads, src)
+        return Site(plain.name, rule, plain.sharded, MappingProxyType(splits), plain.grads)
 
     def _dropout(self, plain: Site, module: nn.Module, unit: Unit | None) -> Site:
         region = self._region(plain.name)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from colrow import plan as rules
 from colrow.errors import PlanError
-from colrow.layout import R
 from colrow.plan import Rule
 from colrow.resolved import Site
 
@@ -24,17 +23,6 @@ def check_owners(params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> Non
         holder = orphans[0].rpartition(".")[0] or orphans[0]
         given = f"{listed} {'is' if len(orphans) == 1 else 'are'} named by no pattern"
         raise PlanError("plan", given, "every parameter has one owner", f"Add '{holder}': Replicated(), or a split")
-
-
-def check_ends(found: Mapping[str, Rule]) -> None:
-    """A last norm that leaves its output for vocabulary-parallel readers is read by such a head, and the reverse."""
-    ends = {name: rule for name, rule in found.items() if isinstance(rule, rules.LastNorm) and rule.dst == R}
-    heads = {name: rule for name, rule in found.items() if isinstance(rule, rules.Head) and rule.src == R}
-    for lone, other, fix in ((ends, heads, "LastNorm(dst=colrow.I)"), (heads, ends, "Head(src=colrow.I)")):
-        if lone and not other:
-            name, rule = next(iter(lone.items()))
-            given = f"{rule} works in layout R, and no {'Head' if lone is ends else 'LastNorm'} rule does"
-            raise PlanError(name, given, "LastNorm(dst=R) and Head(src=R) go together", f"Write {fix}")
 
 
 def check_partners(found: Mapping[str, Rule], sites: Mapping[str, Site]) -> None:

@@ -14,7 +14,6 @@ from colrow.plan import (
     Drop,
     Head,
     LastNorm,
-    Loss,
     Mlp,
     Norm,
     Plan,
@@ -46,6 +45,5 @@ def plan(model: nn.Module) -> Plan:
             "blocks.*.mlp.down": Row(),
             "norm": LastNorm(),
             "head": Head(),
-            "loss": Loss(),
         }
     )
