@@ -179,6 +179,11 @@ class Plan:
         layers = [", ".join(f"{pattern!r}: {rule}" for pattern, rule in layer) for layer in self.layers]
         return " | ".join(f"Plan({{{layer}}})" for layer in layers)
 
+    def matches(self, names: Iterable[str]) -> bool:
+        """Whether any of its patterns names one of these."""
+        patterns = [glob(pattern) for layer in self.layers for pattern, _ in layer]
+        return any(pattern.match(name) for pattern in patterns for name in names)
+
     def match(self, modules: Iterable[str], params: Iterable[str]) -> dict[str, Rule]:
         """The rule of every module or parameter that has one, by name.
 

@@ -41,6 +41,7 @@ from colrow.layout import I, S
 from colrow.moves import forget_shard, move
 from colrow.norm import SplitModule
 from colrow.params import fingerprint, local
+from colrow.totality import adds_to_forward
 
 
 class Region(SplitModule):
@@ -143,13 +144,18 @@ class Model(SplitModule):
 
 
 def become(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Give `module` the class "`mixin` over the class it has", as `fully_shard` does: the object stays the same."""
+    """Give `module` the class "`mixin` over the class it has", as `fully_shard` does: the object stays the same.
+
+    A layer whose class adds to the `forward` it inherits (a scaled embedding) goes on adding: its class comes first,
+    and what it calls with `super()` is the mixin's.
+    """
     origin = type(module)
     if issubclass(mixin, origin):
         module.__class__ = mixin
-    else:
-        name = f"{mixin.__name__}[{origin.__name__}]"
-        module.__class__ = type(name, (mixin, origin), {"origin": origin, "__module__": origin.__module__})
+        return
+    bases = (origin, mixin) if adds_to_forward(origin, mixin) else (mixin, origin)
+    name = f"{mixin.__name__}[{origin.__name__}]"
+    module.__class__ = type(name, bases, {"origin": origin, "__module__": origin.__module__})
 
 
 def check_same_inputs(model: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from colrow.layout import I, Layout, R, S
 from colrow.plan import Plan, Rule, Unit
 from colrow.resolved import Resolved, Row, Site
 from colrow.split import Heads, Piece, Split, fused, split_heads
-from colrow.totality import REGIONS, check_owners, check_partners
+from colrow.totality import REGIONS, check_forward, check_owners, check_partners
 
 _OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -135,6 +135,7 @@ class _Resolver:
             raise PlanError(
                 plain.name, given, "Column and Row are for nn.Linear", "Use Replicated(), or a linear layer"
             )
+        check_forward(plain.name, module, nn.Linear)
         pieces = self._pieces(plain, units, module.weight.shape[dim])
         split = Split(dim, fused(pieces, self.tp), self.tp, trimmed=units == (Unit.FEATURES,))
         names: tuple[str, ...] = ("weight", "bias") if dim == 0 and module.bias is not None else ("weight",)
@@ -160,6 +161,7 @@ class _Resolver:
             raise PlanError(plain.name, given, f"it is for an {kind.__name__}", "Use Vocab() or Head() accordingly")
         if isinstance(module, nn.Embedding):
             check_options(module, plain.name)
+        check_forward(plain.name, module, kind)
         split = Split(0, (Piece(module.weight.shape[0]),), self.tp, trimmed=True)
         splits = {name: split for name, param in module._parameters.items() if param is not None}
         return Site(plain.name, rule, plain.sharded, MappingProxyType(splits), plain.grads)

@@ -7,10 +7,18 @@ from typing import Final
 
 from torch import nn
 
-from colrow.families import gpt
+from colrow.families import gpt, llama
 from colrow.plan import Plan
 
-FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {"colrow-gpt": gpt.plan}
+FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {
+    "colrow-gpt": gpt.plan,
+    "llama": llama.plan,
+    "mistral": llama.plan,
+    "qwen2": llama.plan,
+    "qwen3": llama.plan,
+    "gemma2": llama.plan,
+    "gemma3_text": llama.plan,
+}
 
 
 def find(model: nn.Module) -> Plan | None:
