@@ -74,7 +74,7 @@ class Move(torch.autograd.Function):
         if src.name == "S" and dst.name == "R":
             ctx.shard = x  # for `shard_of`, until `forget_shard`
         y = MOVES[src.name, dst.name](x, mesh, src, dst, sizes)
-        return y.view_as(x) if y is x else y
+        return y.view_as(x) if y is x else y.detach()  # not a view of a buffer, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
