@@ -19,6 +19,7 @@ from colrow.params import local_of
 from layouts import part
 from oracle import FP32, FP64, check_grads, cotangent, relative
 from pool import mesh as world
+from test_layers import shared_pair
 
 MODES = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "tp"])
 
@@ -225,6 +226,27 @@ def penalty_on_parameters(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_DB_1_a_penalty_on_the_gradients_of_parameters(ranks: Any, size: int, sequence_parallel: bool) -> None:
     ranks(size).run(penalty_on_parameters, sequence_parallel, timeout=30)
+
+
+def penalty_after_a_partial_pass() -> None:
+    """A pass for one of three users leaves a second gather behind, without a graph: the next must not build on it."""
+    split, reference = shared_pair()
+    mesh, whole = world(), torch.randn(26, 6, dtype=torch.float64, requires_grad=True)
+    x = part(whole.detach(), S(0), mesh).requires_grad_()
+    c = cotangent(whole)
+    for model, at, weight in ((reference, whole, c), (split, x, part(c, S(0), mesh))):
+        y = model(at)
+        torch.autograd.grad(y, model.k.weight, weight, retain_graph=True)
+        (dk,) = torch.autograd.grad(y, model.k.weight, weight, create_graph=True)
+        penalty = local(dk, grad=S(0)).square().sum()
+        (penalty if model is reference else move(penalty, mesh, src=P, dst=I)).backward()
+    assert x.grad is not None and whole.grad is not None
+    assert relative(x.grad, part(whole.grad, S(0), mesh)) <= FP64
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_DB_1_a_penalty_after_a_pass_for_one_of_the_users_of_a_gather(ranks: Any, size: int) -> None:
+    ranks(size).run(penalty_after_a_partial_pass, timeout=30)
 
 
 class Twice(nn.Module):
