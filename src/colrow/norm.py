@@ -7,6 +7,7 @@ or heads each computes one term of it (`R`).
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -31,6 +32,15 @@ class SplitModule(Watched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.origin.forward(self._in_flight(), *args, **kwargs)
+
+    def stream_first(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The stream, which is the author's first argument, passed by place or by name; and the other arguments."""
+        if args:
+            return args[0], args[1:], kwargs
+        name = list(inspect.signature(self.origin.forward).parameters)[1]  # the first is self
+        return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
     def _in_flight(self) -> Any:
         """The module as its author knows it: of the original class, with local tensors for its own parameters.

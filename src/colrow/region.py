@@ -41,7 +41,8 @@ class Region(SplitModule):
 
     sharded: bool
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, args, kwargs = self.stream_first(args, kwargs)
         if not self.sharded:
             args, kwargs = _beside((args, kwargs), self.mesh)
             return super().forward(enter(x, self.mesh, None), *args, **kwargs)
@@ -62,7 +63,8 @@ class Block(SplitModule):
 
     sharded: bool
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, args, kwargs = self.stream_first(args, kwargs)
         if not self.sharded:
             return super().forward(x, *args, **kwargs)
         outer = current()
