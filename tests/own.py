@@ -206,7 +206,7 @@ class TupleModel(OwnModel):
 
 
 class Conditioned(nn.Module):
-    """Blocks that take a vector beside the stream; it comes from a parameter of the model, in a tuple, by name."""
+    """Blocks that take vectors beside the stream, from parameters of the model; all by name, the stream too."""
 
     class Block(OwnBlock):
         def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -221,12 +221,12 @@ class Conditioned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x, self.scale.sin(), more=(self.shift, "shift"))
+            x = layer(scale=self.scale.sin(), x=x, more=(self.shift, "shift"))
         return x
 
 
 class Cross(nn.Module):
-    """A region with two inputs: what it reads beside the stream is used by its column layers too."""
+    """A region with two inputs, by name: what it reads beside the stream is used by its column layers too."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Cross(nn.Module):
         self.inner = self.Inner()
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return self.inner(x, memory)
+        return self.inner(memory=memory, x=x)
 
 
 class ParallelResidual(nn.Module):
