@@ -205,6 +205,45 @@ class TupleModel(OwnModel):
         return self.classify(self.last(x))
 
 
+class Conditioned(nn.Module):
+    """Blocks that take vectors beside the stream, from parameters of the model; all by name, the stream too."""
+
+    class Block(OwnBlock):
+        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, x: Tensor, scale: Tensor, *, more: tuple[Tensor, str]
+        ) -> Tensor:
+            return super().forward(x) * scale + more[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16))
+        self.layers = nn.ModuleList(self.Block(16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(scale=self.scale.sin(), x=x, more=(self.shift, "shift"))
+        return x
+
+
+class Cross(nn.Module):
+    """A region with two inputs, by name: what it reads beside the stream is used by its column layers too."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return self.down(self.up(x) * self.gate(memory).sigmoid())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.inner(memory=memory, x=x)
+
+
 class ParallelResidual(nn.Module):
     """GPT-J's block: attention and MLP read the same norm's output, and both are added at once."""
 

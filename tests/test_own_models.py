@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import colrow
-from colrow import Column, Plan, PlanError, Replicated, Row
+from colrow import Column, Mlp, Plan, PlanError, Replicated, Row
 from colrow.params import local_of
 from oracle import FP64, check_grads, compare, cotangent, randomize, relative
 from own import (
     DRAWING,
     LLAMA,
     PARALLEL,
+    Conditioned,
+    Cross,
     OwnBlock,
     OwnModel,
     ParallelModel,
@@ -72,6 +74,28 @@ def tuple_model(sequence_parallel: bool, group: int) -> None:
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_blocks_that_return_tuples_also_checkpointed_in_groups(ranks: Any, group: int, sequence_parallel: bool) -> None:
     ranks(2).run(tuple_model, sequence_parallel, group, timeout=LIMIT)
+
+
+def conditioned(sequence_parallel: bool) -> None:
+    rules = {pattern: rule for pattern, rule in own_plan().layers[0] if pattern.startswith("layers")}
+    plan = Plan(rules | {"scale": Replicated(), "shift": Replicated()})
+    compare(Conditioned, (floats(2, 5, 16),), plan=plan, sequence_parallel=sequence_parallel)
+
+
+def cross(sequence_parallel: bool) -> None:
+    plan = Plan({"inner": Mlp(), "inner.up": Column(), "inner.gate": Column(), "inner.down": Row()})
+    args = floats(2, 5, 8), floats(2, 5, 8, seed=9)
+    compare(Cross, args, plan=plan, sequence_parallel=sequence_parallel)
+
+
+@BOTH
+@SIZES
+def test_KV_2_what_comes_beside_the_stream_gets_its_whole_gradient(
+    ranks: Any, size: int, sequence_parallel: bool
+) -> None:
+    """A vector that conditions the blocks, and encoder states in a cross layer: each rank holds a term of theirs."""
+    ranks(size).run(conditioned, sequence_parallel, timeout=LIMIT)
+    ranks(size).run(cross, sequence_parallel, timeout=LIMIT)
 
 
 def parallel_model(sequence_parallel: bool) -> None:

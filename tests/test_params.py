@@ -40,7 +40,10 @@ def round_trip() -> None:
             assert isinstance(at_rest, DTensor) and at_rest.dtype == dtype, case
             assert at_rest.placements == ((Replicate() if split is None else Shard(split.dim)),), case
             assert mine.untyped_storage().nbytes() == mine.numel() * mine.element_size(), f"{case}: its part only"
-            assert mine.is_contiguous() and mine.data_ptr() != whole.data_ptr(), case
+            assert mine.is_contiguous(), case
+            assert local_of(shard(whole, split, mesh)).data_ptr() != whole.data_ptr(), (
+                f"{case}: a copy, not the caller's"
+            )
             assert torch.equal(unshard(at_rest, split), whole), f"{case}: bit-equal"
             if split is None:
                 assert torch.equal(at_rest.full_tensor(), whole), case

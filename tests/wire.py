@@ -24,13 +24,15 @@ class Sent:
 
 
 class Wire(TorchDispatchMode):
-    """Records the collectives of its context, forward and backward."""
+    """Records the collectives of its context, forward and backward, and counts all operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Sent] = []
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
         if func.namespace == "c10d":
             self.log.append(_sent(func.__name__.split(".")[0], args))
         return func(*args, **(kwargs or {}))

@@ -76,7 +76,9 @@ class Move(torch.autograd.Function):
         if src.name == "S":
             ctx.shard = x  # for `shard_of` and `read_by_all`, until `forget_shard`
         y = MOVES[src.name, dst.name](x, mesh, src, dst, sizes) if known is None else known
-        return y.view_as(y) if y is x or y is known else y
+        if y is x:  # nothing to do, or nothing to do on an axis of one rank
+            return x.view_as(x) if (src.name, dst.name) == ("I", "R") else x.clone()
+        return y.detach()  # not a view of a buffer, which could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

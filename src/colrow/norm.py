@@ -8,7 +8,6 @@ or heads each computes one term of it (`R`).
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -35,11 +34,13 @@ class SplitModule(Watched):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.origin.forward(self._in_flight(), *args, **kwargs)
 
-    def _stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The first argument of a call, by position or by its name, and the rest."""
+    def stream_first(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The stream, which is the author's first argument, passed by place or by name; and the other arguments."""
         if args:
             return args[0], args[1:], kwargs
-        name = _first_parameter(self.origin)
+        name = list(inspect.signature(self.origin.forward).parameters)[1]  # the first is self
         if name not in kwargs:
             given, fix = f"it was called without '{name}'", "Pass the activations first"
             raise ShapeError(type(self).__name__, given, "its first argument is the stream", fix)
@@ -60,11 +61,6 @@ class SplitModule(Watched):
             for name, param in self._parameters.items()
         }
         return view
-
-
-@cache
-def _first_parameter(origin: type[nn.Module]) -> str:
-    return list(inspect.signature(origin.forward).parameters)[1]
 
 
 class Replicated(SplitModule):

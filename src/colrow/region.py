@@ -37,7 +37,7 @@ from colrow.context import (
 from colrow.dropout import Dropout
 from colrow.errors import RankError, ShapeError
 from colrow.gradients import in_backward
-from colrow.layout import I, S
+from colrow.layout import I, R, S
 from colrow.moves import forget_shard, move
 from colrow.norm import SplitModule
 from colrow.params import fingerprint, local
@@ -47,6 +47,8 @@ from colrow.totality import adds_to_forward
 class Region(SplitModule):
     """Attention or MLP: the operator f at its entry, shared by all the column layers inside.
 
+    Whole tensors passed beside its input (encoder states, say) go through f as well, where they take a gradient.
+
     Attributes:
         sharded: whether its input is this rank's tokens.
     """
@@ -54,8 +56,9 @@ class Region(SplitModule):
     sharded: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x, args, kwargs = self._stream(args, kwargs)
+        x, args, kwargs = self.stream_first(args, kwargs)
         if not self.sharded:
+            args, kwargs = _beside((args, kwargs), self.mesh)
             return super().forward(enter(x, self.mesh, None), *args, **kwargs)
         tokens = tokens_at(x, type(self).__name__, in_backward())
         whole = enter(x, self.mesh, tokens)
@@ -75,7 +78,7 @@ class Block(SplitModule):
     sharded: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x, args, kwargs = self._stream(args, kwargs)
+        x, args, kwargs = self.stream_first(args, kwargs)
         if not self.sharded:
             return super().forward(x, *args, **kwargs)
         outer = current()
@@ -86,6 +89,7 @@ class Block(SplitModule):
             x, tokens = scatter(x, self.mesh)
         else:
             tokens = known
+        args, kwargs = _beside((args, kwargs), self.mesh)
         with running(Call(tokens)), agreed_draws(self.mesh) if alone and _draws(self) else nullcontext():
             out = super().forward(x, *args, **kwargs)
         if outer is not None:
@@ -177,6 +181,20 @@ def check_same_inputs(model: SplitModule, args: tuple[Any, ...], kwargs: dict[st
                 "all ranks of one tensor-parallel axis work on the same batch",
                 "Seed the sampler by the data-parallel rank, not by the global rank",
             )
+
+
+def _beside(value: Any, mesh: DeviceMesh) -> Any:
+    """I -> R for what comes beside the stream and takes a gradient (encoder states, a conditioning vector, ...).
+
+    It is whole, but each rank uses it with its own heads or tokens, so the ranks' gradients are terms of a sum.
+    """
+    if isinstance(value, Tensor):
+        return move(value, mesh, src=I, dst=R) if value.requires_grad and not isinstance(value, DTensor) else value
+    if type(value) in (tuple, list):
+        return type(value)(_beside(item, mesh) for item in value)
+    if type(value) is dict:
+        return {name: _beside(item, mesh) for name, item in value.items()}
+    return value
 
 
 def _draws(module: nn.Module) -> bool:

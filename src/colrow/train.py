@@ -111,9 +111,9 @@ def set_up(options: TrainOptions, show: Show) -> Run:
     show.split(colrow.resolve(model, find_plan(model), tp, sequence_parallel=options.sequence_parallel))
     torch.manual_seed(options.seed)
     model = colrow.parallelize(model, mesh["tp"], sequence_parallel=options.sequence_parallel)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
+    decayed = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": options.weight_decay}
     others = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([{"params": decayed}, others], options.lr, (0.9, 0.95), 1e-8, options.weight_decay)
+    optimizer = torch.optim.AdamW([decayed, others], betas=(0.9, 0.95), fused=True)  # the rate is set at every step
     return Run(options, mesh, model, optimizer, text, tokenizer, folder)
 
 

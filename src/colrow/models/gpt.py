@@ -21,18 +21,13 @@ class GPTConfig:
     layers: int = 4
     width: int = 128
     heads: int = 4
-    kv_heads: int | None = None
-    """Fewer key/value heads than heads (grouped-query attention); None: as many."""
-    ffn: int | None = None
-    """Hidden features of the MLP; None: four times the width."""
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention; None: as many
+    ffn: int | None = None  # hidden features of the MLP; None: four times the width
     dropout: float = 0.0
     bias: bool = True
-    tied: bool = True
-    """Whether the head shares its weight with the token embedding."""
-    gated: bool = False
-    """SwiGLU instead of GeLU, and RMSNorm instead of LayerNorm."""
-    rotary: bool = False
-    """Rotary positions instead of learned ones."""
+    tied: bool = True  # the head shares its weight with the token embedding
+    gated: bool = False  # SwiGLU instead of GeLU, and RMSNorm instead of LayerNorm
+    rotary: bool = False  # rotary positions instead of learned ones
     model_type: str = "colrow-gpt"
 
 
@@ -139,7 +134,6 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.token.weight
-        self.loss = nn.CrossEntropyLoss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.token(tokens)  # (B, T, C)
@@ -149,7 +143,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # (B, T, V)
-        return logits if targets is None else self.loss(logits.flatten(0, -2), targets.flatten())
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def norm(config: GPTConfig) -> nn.Module:
