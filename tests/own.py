@@ -244,6 +244,41 @@ class Cross(nn.Module):
         return self.inner(memory=memory, x=x)
 
 
+class ThreeInputs(nn.Module):
+    """Blocks whose attention is called with the same stream three times, as `nn.MultiheadAttention` is."""
+
+    class Attention(QKNormAttention):
+        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, query: Tensor, key: Tensor, value: Tensor
+        ) -> Tensor:
+            q, k, v = (
+                layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+                for layer, x in ((self.q, query), (self.k, key), (self.v, value))
+            )
+            k, v = (t.repeat_interleave(self.n_head // self.n_kv, 1) for t in (self.k_norm(k), v))
+            y = F.scaled_dot_product_attention(self.q_norm(q), k, v, is_causal=True)
+            return self.o(y.transpose(1, 2).flatten(-2))
+
+    class Block(OwnBlock):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.attn = ThreeInputs.Attention(width, heads=4, kv_heads=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm_a(x)
+            x = x + self.gain * self.attn(y, y, value=y)
+            return x + self.ff(self.norm_b(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class ParallelResidual(nn.Module):
     """GPT-J's block: attention and MLP read the same norm's output, and both are added at once."""
 

@@ -122,7 +122,7 @@ def live() -> Iterator[Live]:
 
 
 def peak_of(meta: bool) -> tuple[int, int, int, int]:
-    options = {"layers": 16, "vocab": 96, "ffn": 128}
+    options = {"layers": 10, "vocab": 96, "ffn": 128}
     with live() as mode:
         model = on_meta(**options) if meta else gpt(**options)
         sizes = [p.numel() * p.element_size() for p in model.parameters()]

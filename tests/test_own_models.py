@@ -23,6 +23,7 @@ from own import (
     OwnBlock,
     OwnModel,
     ParallelModel,
+    ThreeInputs,
     TupleModel,
     drawing,
     floats,
@@ -96,6 +97,17 @@ def test_KV_2_what_comes_beside_the_stream_gets_its_whole_gradient(
     """A vector that conditions the blocks, and encoder states in a cross layer: each rank holds a term of theirs."""
     ranks(size).run(conditioned, sequence_parallel, timeout=LIMIT)
     ranks(size).run(cross, sequence_parallel, timeout=LIMIT)
+
+
+def three_inputs(sequence_parallel: bool) -> None:
+    plan = Plan({pattern: rule for pattern, rule in own_plan().layers[0] if pattern.startswith("layers")})
+    compare(ThreeInputs, (floats(2, 5, 16),), plan=plan, sequence_parallel=sequence_parallel)
+
+
+@BOTH
+@SIZES
+def test_attention_that_is_given_the_stream_three_times(ranks: Any, size: int, sequence_parallel: bool) -> None:
+    ranks(size).run(three_inputs, sequence_parallel, timeout=LIMIT)
 
 
 def parallel_model(sequence_parallel: bool) -> None:

@@ -62,6 +62,8 @@ class Region(SplitModule):
             return super().forward(enter(x, self.mesh, None), *args, **kwargs)
         tokens = tokens_at(x, type(self).__name__, in_backward())
         whole = enter(x, self.mesh, tokens)
+        args = tuple(whole if arg is x else arg for arg in args)  # attention(x, x, x), say
+        kwargs = {name: whole if arg is x else arg for name, arg in kwargs.items()}
         with running(Call(tokens)):
             out = super().forward(whole, *args, **kwargs)
         forget_shard(whole)
