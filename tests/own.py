@@ -18,9 +18,7 @@ from colrow import (
     Column,
     Drop,
     Head,
-    I,
     LastNorm,
-    Loss,
     Mlp,
     Norm,
     Plan,
@@ -165,7 +163,7 @@ def own_plan(experts: bool = False) -> Plan:
             "layers.*.attn.o": Row(HEADS),
             "layers.*.ff": Mlp(),
             **{f"layers.*.ff.{name}": rule for name, rule in mlp.items()},
-            "last": LastNorm(dst=I),
+            "last": LastNorm(),
             "classify": Replicated(),
         }
     )
@@ -333,6 +331,5 @@ GPT_RULES: dict[str, Any] = {
     "blocks.*.mlp.down": Row(),
     "norm": LastNorm(),
     "head": Head(),
-    "loss": Loss(),
 }
 """The plan of a GPT with the default options, written out, to be spoiled one rule at a time."""

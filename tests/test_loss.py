@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 import colrow
 from by_hand import sent_by
-from colrow import I, P, S, VocabCrossEntropy, VocabHead, move, vocab_cross_entropy, vocab_log_probs
+from colrow import I, LayoutError, P, S, VocabHead, move, vocab_cross_entropy, vocab_log_probs
 from colrow.layout import chunk_sizes
+from colrow.loss import SplitLogits
 from colrow.params import local_of
 from layouts import part
 from oracle import FP64, check_grads, cotangent, relative
@@ -154,7 +155,9 @@ def through_a_head(sequence_parallel: bool) -> None:
     _, target = sample(61, (13,), torch.float64)
     whole = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
     mine = part(whole.detach(), at, mesh).requires_grad_()
-    want, got = F.cross_entropy(reference(whole), target), VocabCrossEntropy()(head(mine), target)
+    want, logits = F.cross_entropy(reference(whole), target), head(mine)
+    with SplitLogits():
+        got = torch.nn.CrossEntropyLoss()(logits, target)
     assert relative(got, want) <= FP64
     want.backward()
     got.backward()
@@ -233,19 +236,25 @@ def test_two_all_reduces_forward_and_none_backward(ranks: Any, size: int) -> Non
     assert ranks(size).run(sent, timeout=30) == [({"allreduce_": 2} if size > 1 else {}, {})] * size
 
 
-def module_on_plain_logits() -> None:
+def torchs_own_loss() -> None:
     whole, target = sample(8, (4,), torch.float32)
-    assert torch.equal(
-        VocabCrossEntropy(label_smoothing=0.1)(whole, target), wanted(whole, target, label_smoothing=0.1)
-    )
     _, logits, _ = as_logits(whole, "DTensor")
     options: dict[str, Any] = {"ignore_index": int(target[1]), "reduction": "sum", "label_smoothing": 0.2}
     target[target == -100] = 1
-    assert relative(VocabCrossEntropy(**options)(logits, target), wanted(whole, target, **options)) <= 1e-6
+    with SplitLogits():
+        plain, split = F.cross_entropy(whole, target, **options), F.cross_entropy(logits, target, **options)
+        assert torch.equal(plain, wanted(whole, target, **options))
+        assert relative(split, plain) <= 1e-6  # fp32: another order of summing
+        try:
+            F.cross_entropy(logits, target, torch.ones(8))
+        except LayoutError as error:
+            assert "class weights" in str(error), error
+        else:
+            raise AssertionError("class weights were ignored")
 
 
-def test_the_module_takes_both_kinds_of_logits(ranks: Any) -> None:
-    ranks(2).run(module_on_plain_logits, timeout=30)
+def test_torchs_own_loss_takes_both_kinds_of_logits(ranks: Any) -> None:
+    ranks(2).run(torchs_own_loss, timeout=30)
 
 
 SLICES = "each rank passes its slice of the 61 columns, [16, 16, 16, 13]. "

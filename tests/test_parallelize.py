@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import colrow
-from colrow import Column, I, LastNorm, LayoutError, Plan, PlanError, RankError, Replicated
+from colrow import Column, LastNorm, LayoutError, Plan, PlanError, RankError, Replicated
 from colrow.params import local_of
 from oracle import FP64, check_grads, cotangent, randomize, relative
 from own import DRAWING, GPT_RULES, LLAMA, OwnModel, drawing, gpt, ids, own_plan
@@ -259,7 +259,7 @@ def wrong_plan_leaves_the_model(rules: dict[str, Any]) -> str:
     [
         ({"blocks.*.mlp.upp": Column()}, "matches no module"),
         ({"blocks.*.mlp.down": Replicated()}, "without a Row layer"),
-        ({"head": Replicated(), "norm": LastNorm(dst=I)}, "the same tensor as token.weight"),
+        ({"head": Replicated(), "norm": LastNorm()}, "the same tensor as token.weight"),
     ],
     ids=["no match", "no partner", "tied"],
 )

@@ -20,7 +20,6 @@ from colrow import (
     Head,
     I,
     LastNorm,
-    Loss,
     Mlp,
     Norm,
     Plan,
@@ -271,7 +270,6 @@ def test_other_kinds_of_dropout(kind: Callable[[float], nn.Module]) -> None:
         ("token", Head(), "Embedding"),
         ("head", Vocab(), "Linear"),
         ("blocks.*.norm_*", Row(), "LayerNorm"),
-        ("drop", Loss(), "Dropout"),
         ("blocks.*.attention.qkv", Drop(HEADS), "Linear"),
     ],
 )
@@ -297,7 +295,7 @@ def test_one_module_under_two_names_has_one_rule() -> None:
 
 def test_a_shared_tensor_has_one_split() -> None:
     model = meta_gpt()
-    error = refused(model, GPT_RULES | {"head": Replicated(), "norm": LastNorm(dst=I)})
+    error = refused(model, GPT_RULES | {"head": Replicated(), "norm": LastNorm()})
     assert error.where == "head.weight"
     assert "the same tensor as token.weight" in error.given
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colrow
-from colrow import Column, I, LastNorm, Plan, PlanError, Replicated, Row
+from colrow import Column, LastNorm, Plan, Replicated, Row
 from colrow.parallelize import find_plan
 from colrow.params import local_of
 from oracle import FP64, check_grads, compare, cotangent, randomize, relative
@@ -260,7 +260,7 @@ def test_CONT_1_strided_inputs_and_gradients(ranks: Any, size: int) -> None:
 
 
 def ends_in(how: str, sequence_parallel: bool) -> None:
-    plan = None if how == "vocabulary" else Plan({"norm": LastNorm(dst=I), "head": Replicated()})
+    plan = None if how == "vocabulary" else Plan({"norm": LastNorm(), "head": Replicated()})
     options = {"tied": False, "layers": 3}
     compare(lambda: gpt(**options), (ids(),), plan=plan, sequence_parallel=sequence_parallel)
     if how == "vocabulary":
@@ -275,13 +275,38 @@ def test_AG_3_what_follows_the_last_gather(ranks: Any, size: int, how: str, sequ
     ranks(size).run(ends_in, how, sequence_parallel, timeout=LIMIT)
 
 
-@pytest.mark.parametrize(
-    "rules", [{"norm": LastNorm(dst=I)}, {"head": Replicated()}], ids=["I into a split head", "R into a whole head"]
-)
-def test_AG_3_ends_that_do_not_fit_are_refused(rules: dict[str, Any]) -> None:
-    model = gpt(tied=False)
-    with pytest.raises(PlanError, match=r"go together"):
-        colrow.resolve(model, find_plan(model, Plan(rules)), 2)
+class TwoReaders(nn.Module):
+    """What the last norm gives is read by a split head and by a whole one, and leaves the model as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.probe = gpt(tied=False), nn.Linear(32, 3)
+        self.gpt.norm.register_forward_hook(lambda _m, _a, out: self.states.append(out))
+        self.states: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        logits = self.gpt(tokens)
+        hidden = self.states.pop()
+        return {"logits": logits, "probe": self.probe(hidden), "hidden": hidden}  # logits may be a DTensor here
+
+
+def both_readers(sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    reference = randomize(TwoReaders()).double()
+    (inner,) = find_plan(gpt(tied=False)).layers
+    plan = Plan({f"gpt.{pattern}": rule for pattern, rule in inner} | {"probe": Replicated()})
+    torch.manual_seed(0)
+    split = colrow.parallelize(randomize(TwoReaders()).double(), mesh(), plan, sequence_parallel=sequence_parallel)
+    for model in (reference, split):
+        out = model(ids())
+        sum((y * cotangent(y)).sum() for y in out.values()).backward()
+    check_grads(split, reference, FP64)
+
+
+@BOTH
+@SIZES
+def test_AG_3_the_last_norm_may_have_readers_of_both_kinds(ranks: Any, size: int, sequence_parallel: bool) -> None:
+    ranks(size).run(both_readers, sequence_parallel, timeout=LIMIT)
 
 
 # -- randomness in a whole model ---------------------------------------------------------------------------------------
