@@ -20,7 +20,7 @@ from colrow.context import known_tokens, leave
 from colrow.errors import LayoutError, ShapeError
 from colrow.gradients import Watched
 from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh, chunk_sizes
-from colrow.moves import forget_shard, move, read_by_all, shard_of
+from colrow.moves import forget_shard, move, shard_of
 from colrow.params import read
 from colrow.split import Piece, Split
 
@@ -67,11 +67,7 @@ class ColumnLinear(Watched, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_width(input, self.in_features)
-        x = input
-        if self.src == I:
-            x = read_by_all(input, self.mesh)
-        elif self.src != R:
-            x = move(input, self.mesh, src=known_tokens(self.src), dst=R)
+        x = input if self.src == R else move(input, self.mesh, src=known_tokens(self.src), dst=R)
         y = regathering_linear(x, *self._terms())
         if x is not input:
             forget_shard(x)

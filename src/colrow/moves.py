@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from colrow import comm
 from colrow.errors import LayoutError, ShapeError
-from colrow.layout import I, Layout, R, S, check_layout, check_mesh, chunk_sizes
+from colrow.layout import Layout, S, check_layout, check_mesh, chunk_sizes
 
 Sizes = tuple[int, ...]
 
@@ -69,20 +69,18 @@ class Move(torch.autograd.Function):
     """A move, whose backward is the adjoint move."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, sizes: Sizes, known: Tensor | None = None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, sizes: Sizes) -> Tensor:
         ctx.mesh, ctx.src, ctx.dst, ctx.sizes = mesh, src, dst, sizes
-        if src.name == "S":
-            ctx.shard = x  # for `shard_of` and `read_by_all`, until `forget_shard`
-        y = MOVES[src.name, dst.name](x, mesh, src, dst, sizes) if known is None else known
+        if src.name == "S" and dst.name == "R":
+            ctx.shard = x  # for `shard_of`, until `forget_shard`
+        y = MOVES[src.name, dst.name](x, mesh, src, dst, sizes)
         if y is x:  # nothing to do, or nothing to do on an axis of one rank
             return x.view_as(x) if (src.name, dst.name) == ("I", "R") else x.clone()
         return y.detach()  # not a view of a buffer, which could not be changed in place
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Move.apply(grad, ctx.mesh, ctx.dst.dual, ctx.src.dual, ctx.sizes), None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Move.apply(grad, ctx.mesh, ctx.dst.dual, ctx.src.dual, ctx.sizes), None, None, None, None
 
 
 def _keep(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, sizes: Sizes) -> Tensor:
@@ -155,20 +153,6 @@ def _agree(x: Tensor, mesh: DeviceMesh, shard: S) -> Sizes:
     return tuple(shape[dim] for shape in shapes)
 
 
-def read_by_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """I -> R, the operator f: for a reader whose gradient is one term of x's, a column layer say.
-
-    If x was gathered from a shard (S -> I) the gradient goes back there in one reduce-scatter, not in an all-reduce of
-    which each rank then keeps a slice. Other readers of x keep their own way, so x may have readers of both kinds.
-    """
-    node = _gather_node(x)
-    if node is None or node.dst.name != "I" or node.shard is None or not _same_rows(x, node.shard):
-        return move(x, mesh, src=I, dst=R)
-    whole = x.detach().view(-1, *node.shard.shape[1:])
-    y: Any = Move.apply(node.shard, node.mesh, node.src, R, node.sizes, whole)
-    return y.view(x.shape)
-
-
 def shard_of(x: Tensor) -> tuple[Any, Tensor] | None:
     """If `x` was gathered from a shard (S -> R), or is a view of such a tensor: the gather's node and the shard.
 
@@ -176,9 +160,9 @@ def shard_of(x: Tensor) -> tuple[Any, Tensor] | None:
     again in backward keeps 1/t of the bytes (arXiv:2205.05198, section 4.2.2).
     """
     node = _gather_node(x)
-    if node is None or node.dst.name != "R" or node.shard is None or not _same_rows(x, node.shard):
+    if node is None or node.shard is None or node.shard.shape[-1] != x.shape[-1] or _dim(node.src) != 0:
         return None
-    return (node, node.shard) if _dim(node.src) == 0 else None
+    return node, node.shard
 
 
 def forget_shard(x: Tensor) -> None:
@@ -190,10 +174,6 @@ def forget_shard(x: Tensor) -> None:
     node = _gather_node(x)
     if node is not None:
         node.shard = None
-
-
-def _same_rows(x: Tensor, shard: Tensor) -> bool:
-    return x.dim() > 1 and shard.dim() == 2 and x.shape[-1] == shard.shape[-1]
 
 
 def _gather_node(x: Tensor) -> Any:

@@ -41,7 +41,6 @@ from colrow.layout import I, R, S
 from colrow.moves import forget_shard, move
 from colrow.norm import SplitModule
 from colrow.params import fingerprint, local
-from colrow.totality import adds_to_forward
 
 
 class Region(SplitModule):
@@ -107,8 +106,9 @@ class Block(SplitModule):
 class LastNorm(SplitModule):
     """The norm after the last block: on this rank's tokens, and then out of the sequence-parallel stretch (S -> I).
 
-    What reads its output may be whole (a classifier) or split over the vocabulary (a head, which sees where its input
-    was gathered and sends its gradient there: `moves.read_by_all`).
+    Its output is whole and may have readers of any kind: a classifier, or a head split over the vocabulary, which
+    applies f. (A gather in layout R would do for that head alone; for the others it would multiply gradients by t.
+    And it would save nothing: a reduce-scatter and a second gather send the bytes of f's all-reduce.)
 
     Attributes:
         sharded: whether its input is this rank's tokens.
@@ -159,9 +159,20 @@ def become(module: nn.Module, mixin: type[nn.Module]) -> None:
     if issubclass(mixin, origin):
         module.__class__ = mixin
         return
-    bases = (origin, mixin) if adds_to_forward(origin, mixin) else (mixin, origin)
+    bases = (origin, mixin) if _adds_to_forward(origin, mixin) else (mixin, origin)
     name = f"{mixin.__name__}[{origin.__name__}]"
     module.__class__ = type(name, bases, {"origin": origin, "__module__": origin.__module__})
+
+
+def _adds_to_forward(origin: type[nn.Module], mixin: type[nn.Module]) -> bool:
+    """Whether a layer's class has a `forward` of its own around the one that `mixin` replaces."""
+    layers = [base for base in (nn.Linear, nn.Embedding) if issubclass(mixin, base) and issubclass(origin, base)]
+    return any(origin.forward is not base.forward for base in layers) and calls_super(origin)
+
+
+def calls_super(origin: type[nn.Module]) -> bool:
+    """Whether a class's `forward` calls the one it overrides."""
+    return "__class__" in origin.forward.__code__.co_freevars  # what `super()` without arguments needs
 
 
 def check_same_inputs(model: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,25 +10,16 @@ from torch import Tensor, nn
 from colrow import plan as rules
 from colrow.errors import PlanError
 from colrow.plan import Rule
+from colrow.region import calls_super
 from colrow.resolved import Site
 
 REGIONS: Final = (rules.Attention, rules.Mlp)
 
 
-def adds_to_forward(origin: type[nn.Module], mixin: type[nn.Module]) -> bool:
-    """Whether a layer's class has a `forward` of its own around the one that `mixin` replaces."""
-    layers = [base for base in (nn.Linear, nn.Embedding) if issubclass(mixin, base) and issubclass(origin, base)]
-    return any(origin.forward is not base.forward for base in layers) and _calls_super(origin)
-
-
-def _calls_super(origin: type[nn.Module]) -> bool:
-    return "__class__" in origin.forward.__code__.co_freevars  # what `super()` without arguments needs
-
-
 def check_forward(name: str, module: nn.Module, plain: type[nn.Module]) -> None:
     """Refuse a layer whose class computes something of its own: splitting it would silently drop that."""
     own = type(module).forward
-    if own is not plain.forward and not _calls_super(type(module)):
+    if own is not plain.forward and not calls_super(type(module)):
         given = f"{type(module).__name__} has a forward of its own, not that of nn.{plain.__name__}"
         fix = f"Let it call super().forward(), or use an nn.{plain.__name__}, or give it the rule Replicated()"
         raise PlanError(name, given, f"what is split is an nn.{plain.__name__}, or adds to its forward", fix)
