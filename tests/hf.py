@@ -20,6 +20,10 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 HEAD_DIM = {"qwen3": 8, "gemma2": 8, "gemma3_text": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "phi3": {"pad_token_id": 0},
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}
 EAGER = {"gemma2"}  # soft caps: no fused attention
 ODD: dict[str, Any] = {
     "hidden_size": 40,
@@ -35,7 +39,9 @@ MANY: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_va
 
 def tiny(family: str, kind: str = "AutoModelForCausalLM", **changes: Any) -> nn.Module:
     """A random model of the family; `kind` is one of transformers' Auto classes."""
-    sizes = SMALL | ({"head_dim": HEAD_DIM[family]} if family in HEAD_DIM else {}) | changes
+    sizes = SMALL | ({"head_dim": HEAD_DIM[family]} if family in HEAD_DIM else {}) | OPTIONS.get(family, {}) | changes
+    if family == "gpt2":
+        sizes["n_inner"] = sizes.pop("intermediate_size")
     attention = sizes.pop("attention", "eager" if family in EAGER else "sdpa")
     config = transformers.AutoConfig.for_model(family, **sizes)
     return getattr(transformers, kind).from_config(config, attn_implementation=attention)

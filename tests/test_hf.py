@@ -15,7 +15,7 @@ from hf import MANY, ODD, KeepDouble, tiny
 from oracle import check_grads, cotangent, randomize, relative
 from pool import mesh
 
-LLAMAS = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"]
 SIZES: dict[str, dict[str, Any]] = {"small": {}, "odd": ODD, "many": MANY}
 HF64 = 1e-9
 """In double throughout, rounding is near 1e-15; a lost or doubled term is of order 1."""
@@ -56,7 +56,7 @@ def language_model(family: str, sizes: str, sequence_parallel: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("family", LLAMAS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_language_model(ranks: Any, size: int, family: str, sizes: str, sequence_parallel: bool) -> None:
     ranks(size).run(language_model, family, sizes, sequence_parallel, timeout=60)

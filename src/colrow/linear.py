@@ -46,6 +46,8 @@ class ColumnLinear(Watched, nn.Linear):
     """
 
     src: Layout
+    transposed: bool = False
+    """Whether the weight is kept as (in, out), as `Conv1D` of transformers does."""
 
     def __init__(
         self,
@@ -75,9 +77,12 @@ class ColumnLinear(Watched, nn.Linear):
 
     def _terms(self) -> tuple[Tensor, Tensor | None]:
         """This rank's weight (out on this rank, in) and bias."""
-        weight = read(self.weight, self.splits["weight"], self.mesh, R)
         bias = None if self.bias is None else read(self.bias, self.splits["bias"], self.mesh, R)
-        return weight, bias
+        return self._local_weight(), bias
+
+    def _local_weight(self) -> Tensor:
+        weight = read(self.weight, self.splits["weight"], self.mesh, R)
+        return weight.t() if self.transposed else weight
 
     def _check_width(self, x: Tensor, *allowed: int, wanted: str | None = None) -> None:
         if x.shape[-1] not in allowed:
@@ -141,7 +146,7 @@ class RowLinear(ColumnLinear):
         valid = split.valid(rank)
         slices = f"this rank's slice of {self.in_features}, {list(chunk_sizes(self.in_features, self.mesh.size()))}"
         self._check_width(input, valid, split.local_size, wanted=slices)
-        weight = read(self.weight, split, self.mesh, R).narrow(1, 0, valid)
+        weight = self._local_weight().narrow(1, 0, valid)
         y = F.linear(input.narrow(-1, 0, valid), weight)
         if self.dst == P:
             return y

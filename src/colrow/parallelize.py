@@ -175,6 +175,9 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
         attributes |= {"sharded": site.sharded}
     if isinstance(module, Dropout | ColumnLinear):
         attributes |= {"src": site.src}
+    if site.transposed:
+        taken, given = module.get_parameter("weight").shape
+        attributes |= {"transposed": True, "in_features": taken, "out_features": given}
     if isinstance(module, RowLinear | VocabEmbedding):
         attributes |= {"dst": site.dst}
     vars(module).update(attributes | dict(site.patches))

@@ -75,13 +75,15 @@ class Column(Rule):
     """A linear layer split by its outputs, which are made of these units: several for a fused projection.
 
     `Column()` is an MLP's first layer, `Column(FEATURES, FEATURES)` a fused [gate | up], `Column(HEADS, KV_HEADS,
-    KV_HEADS)` a fused [q | k | v].
+    KV_HEADS)` a fused [q | k | v], and `Column(HEADS, per_head=3)` one that is fused head by head, [q0 k0 v0 | ...].
     """
 
     units: tuple[Unit, ...]
+    per_head: int
 
-    def __init__(self, *units: Unit) -> None:
+    def __init__(self, *units: Unit, per_head: int = 1) -> None:
         object.__setattr__(self, "units", units or (FEATURES,))
+        object.__setattr__(self, "per_head", per_head)
 
     def __str__(self) -> str:
         return f"Column({', '.join(unit.value for unit in self.units)})"
@@ -115,14 +117,18 @@ class Head(Rule):
 class Attention(Rule):
     """The attention module: one gather at its entry. Says its numbers of heads, or the attributes that hold them.
 
-    On each rank the attributes are set to what the rank computes, and so is the one named by `groups`, the number of
-    query heads for each key/value head. `kv_heads` may be left out where all heads have their own keys and values.
+    On each rank the attributes are set to what the rank computes. `kv_heads` may be left out where all heads have their
+    own keys and values. `groups` names an attribute with the number of query heads for each key/value head, `width`
+    one with heads x head size. `config` names numbers of `self.config` that the module reads itself, as pairs of the
+    config's name and "heads" or "kv_heads": it then sees a config of its own, and the model's is not touched.
     """
 
     heads: str | int
     kv_heads: str | int | None = None
     head_dim: str | int = "head_dim"
     groups: str | None = None
+    width: str | None = None
+    config: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

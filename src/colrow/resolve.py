@@ -15,7 +15,7 @@ from colrow.embedding import check_options
 from colrow.errors import PlanError
 from colrow.layout import I, Layout, R, S
 from colrow.plan import Plan, Rule, Unit
-from colrow.resolved import Resolved, Row, Site
+from colrow.resolved import OwnConfig, Resolved, Row, Site
 from colrow.split import Heads, Piece, Split, fused, split_heads
 from colrow.totality import REGIONS, check_forward, check_owners, check_partners
 
@@ -72,10 +72,7 @@ class _Resolver:
             case rules.Vocab() | rules.Head():
                 return self._vocab(plain, module, rule)
             case rules.Attention():
-                heads, names = self._heads(name), (rule.heads, rule.kv_heads, rule.groups)
-                numbers = heads.local_heads, heads.local_kv_heads, heads.local_heads // heads.local_kv_heads
-                local = zip(names, numbers, strict=True)
-                return replace(plain, patches=tuple((n, value) for n, value in local if isinstance(n, str)))
+                return replace(plain, patches=self._patches(name, module, rule))
             case rules.LastNorm():
                 stretch = self.sequence_parallel and any(isinstance(r, rules.Block) for r in self.found.values())
                 read = MappingProxyType(dict.fromkeys(own, R if stretch else I))
@@ -89,6 +86,19 @@ class _Resolver:
                 raise PlanError(name, given, "only nn.Dropout draws the same mask at every degree", fix)
             case _:
                 return plain
+
+    def _patches(self, name: str, module: nn.Module, rule: rules.Attention) -> tuple[tuple[str, Any], ...]:
+        """The numbers of heads that an attention module sees on one rank, by the attributes that hold them."""
+        heads = self._heads(name)
+        numbers = {"heads": heads.local_heads, "kv_heads": heads.local_kv_heads}
+        width = heads.local_heads * heads.head_dim
+        named = [(rule.heads, heads.local_heads), (rule.kv_heads, heads.local_kv_heads), (rule.width, width)]
+        named.append((rule.groups, heads.local_heads // heads.local_kv_heads))
+        patches: list[tuple[str, Any]] = [(at, value) for at, value in named if isinstance(at, str)]
+        if rule.config:
+            own = {at: numbers[which] for at, which in rule.config}
+            patches.append(("config", OwnConfig(module.config, own)))
+        return tuple(patches)
 
     def _ancestors(self, name: str) -> list[str]:
         parts = name.split(".")
@@ -130,21 +140,26 @@ class _Resolver:
     def _linear(
         self, plain: Site, module: nn.Module, dim: int, units: tuple[Unit, ...], src: Layout, dst: Layout
     ) -> Site:
-        if not isinstance(module, nn.Linear):
-            given = f"{plain.rule} for a {type(module).__name__}"
-            raise PlanError(
-                plain.name, given, "Column and Row are for nn.Linear", "Use Replicated(), or a linear layer"
-            )
-        check_forward(plain.name, module, nn.Linear)
-        pieces = self._pieces(plain, units, module.weight.shape[dim])
-        split = Split(dim, fused(pieces, self.tp), self.tp, trimmed=units == (Unit.FEATURES,))
-        names: tuple[str, ...] = ("weight", "bias") if dim == 0 and module.bias is not None else ("weight",)
-        splits: Mapping[str, Split] = MappingProxyType(dict.fromkeys(names, split))
-        return Site(plain.name, plain.rule, plain.sharded, splits, plain.grads, src, dst)
+        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        if not transposed:
+            if not isinstance(module, nn.Linear):
+                given, fix = f"{plain.rule} for a {type(module).__name__}", "Use Replicated(), or a linear layer"
+                raise PlanError(plain.name, given, "Column and Row are for nn.Linear (or Conv1D)", fix)
+            check_forward(plain.name, module, nn.Linear)
+        along = 1 - dim if transposed else dim
+        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+        pieces = fused(self._pieces(plain, units, weight.shape[along]), self.tp)
+        trimmed = units == (Unit.FEATURES,)
+        splits = {"weight": Split(along, pieces, self.tp, trimmed)}
+        if dim == 0 and bias is not None:
+            splits["bias"] = Split(0, pieces, self.tp, trimmed)
+        return replace(plain, splits=MappingProxyType(splits), src=src, dst=dst, transposed=transposed)
 
     def _pieces(self, plain: Site, units: tuple[Unit, ...], size: int) -> list[Piece]:
         heads = self._heads(plain.name) if set(units) != {Unit.FEATURES} else None
         by_unit = {} if heads is None else {Unit.HEADS: heads.q, Unit.KV_HEADS: heads.kv}
+        if heads is not None and isinstance(plain.rule, rules.Column) and plain.rule.per_head > 1:
+            by_unit[Unit.HEADS] = replace(heads.q, width=heads.q.width * plain.rule.per_head)
         left = size - sum(by_unit[unit].size for unit in units if unit in by_unit)
         features = units.count(Unit.FEATURES)
         if left < 0 or (left % features if features else left):

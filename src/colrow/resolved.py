@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from colrow.layout import I, Layout
 from colrow.plan import Rule
 from colrow.split import Split
+
+
+class OwnConfig:
+    """A config as one module sees it on one rank: some numbers are the rank's, the rest is the model's, which is not
+    touched."""
+
+    def __init__(self, config: Any, own: Mapping[str, int]) -> None:
+        vars(self).update(own)
+        vars(self)["_config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_config" not in vars(self):  # as copying asks, before there is anything
+            raise AttributeError(name)
+        return getattr(vars(self)["_config"], name)
+
+    def __repr__(self) -> str:
+        return f"OwnConfig({ {name: value for name, value in vars(self).items() if name != '_config'} })"
 
 
 @dataclass(frozen=True)
@@ -20,6 +38,7 @@ class Site:
         splits, grads: its own parameters by short name: how split, or, if whole, how read.
         src, dst: the layouts at its two ends, where the rule has any.
         patches: attributes to set on it.
+        transposed: whether a linear layer keeps its weight as (in, out).
     """
 
     name: str
@@ -29,7 +48,8 @@ class Site:
     grads: Mapping[str, Layout] = field(default_factory=dict)
     src: Layout = I
     dst: Layout = I
-    patches: tuple[tuple[str, int], ...] = ()
+    patches: tuple[tuple[str, Any], ...] = ()
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

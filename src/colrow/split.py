@@ -122,6 +122,7 @@ class Heads:
     kv: Piece
     local_heads: int
     local_kv_heads: int
+    head_dim: int
     true_heads: tuple[int, ...]
     """The query heads of every rank that are not padding."""
 
@@ -145,14 +146,14 @@ def split_heads(heads: int, kv_heads: int, head_dim: int, ranks: int, where: str
     if kv_heads >= ranks or group == 1:
         per = -(-kv_heads // ranks)
         q, kv = Piece(kv_heads, group * head_dim), Piece(kv_heads, head_dim)
-        return Heads(q, kv, per * group, per, tuple(group * n for n in chunk_sizes(kv_heads, ranks)))
+        return Heads(q, kv, per * group, per, head_dim, tuple(group * n for n in chunk_sizes(kv_heads, ranks)))
     per = -(-heads // ranks)
     q = Piece(heads, head_dim)
     mine = [q.of_rank(rank, ranks) for rank in range(ranks)]
     if group % per == 0:
         mine = [units[:1] for units in mine]
     reads = tuple(tuple(unit // group if unit >= 0 else -1 for unit in units) for units in mine)
-    return Heads(q, Piece(kv_heads, head_dim, reads), per, len(reads[0]), chunk_sizes(heads, ranks))
+    return Heads(q, Piece(kv_heads, head_dim, reads), per, len(reads[0]), head_dim, chunk_sizes(heads, ranks))
 
 
 def fused(pieces: Sequence[Piece], ranks: int) -> tuple[Piece, ...]:

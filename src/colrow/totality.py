@@ -51,7 +51,11 @@ def check_partners(found: Mapping[str, Rule], sites: Mapping[str, Site]) -> None
             given = f"a {lone.rule} layer without a {other} layer in '{region}'"
             allowed = "what column layers split, a row layer must sum"
             raise PlanError(lone.name, given, allowed, f"Give its partner the rule {other}(), or both Replicated()")
-        given_sizes = {piece.size for site in columns for piece in site.splits["weight"].pieces}
+        given_sizes = {
+            piece.size // (site.rule.per_head if isinstance(site.rule, rules.Column) else 1)
+            for site in columns
+            for piece in site.splits["weight"].pieces
+        }
         for row in rows:
             size = row.splits["weight"].true_size
             if size not in given_sizes:

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from colrow.families import gpt, llama
+from colrow.families import gpt, gpt2, gpt_neox, llama, phi3
 from colrow.plan import Plan
 
 FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {
@@ -18,6 +18,9 @@ FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {
     "qwen3": llama.plan,
     "gemma2": llama.plan,
     "gemma3_text": llama.plan,
+    "phi3": phi3.plan,
+    "gpt2": gpt2.plan,
+    "gpt_neox": gpt_neox.plan,
 }
 
 

@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import nn
 
+from colrow.errors import PlanError
 from colrow.plan import Attention, Head, Norm, Plan, Replicated, Rule
+
+
+def config_of(model: nn.Module) -> Any:
+    """The model's config, which its numbers of heads are read from."""
+    return model.config
 
 
 def base(model: nn.Module, marker: str) -> str:
@@ -37,6 +43,13 @@ def grouped_attention(config: Any) -> Attention:
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         groups="num_key_value_groups",
     )
+
+
+def no_attention_dropout(config: Any, name: str) -> None:
+    """Refuse dropout of attention probabilities: HF draws it in functions, where masks would depend on the degree."""
+    if getattr(config, name, 0.0):
+        given, fix = f"config.{name} = {getattr(config, name)}", f"Build the model with {name}=0.0"
+        raise PlanError(config.model_type, given, "dropout of attention probabilities is not split yet", fix)
 
 
 def norms(*patterns: str) -> dict[str, Rule]:

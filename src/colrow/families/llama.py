@@ -6,17 +6,16 @@ inside attention, so each rank computes one term of their gradients), soft caps,
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from colrow.families.hf import base, grouped_attention, heads, norms, there
+from colrow.families.hf import base, config_of, grouped_attention, heads, no_attention_dropout, norms, there
 from colrow.plan import HEADS, KV_HEADS, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:
     """The rules for any of HF's classes of the family: the bare model, with a language head, with a classifier, ..."""
-    at, config = base(model, "embed_tokens"), _config(model)
+    at, config = base(model, "embed_tokens"), config_of(model)
+    no_attention_dropout(config, "attention_dropout")
     return there(
         model,
         {
@@ -35,7 +34,3 @@ def plan(model: nn.Module) -> Plan:
             **heads(model, at),
         },
     )
-
-
-def _config(model: nn.Module) -> Any:
-    return model.config
