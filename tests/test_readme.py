@@ -4,12 +4,15 @@ A ```python block whose first line is `# run on N ranks` is started on N ranks b
 """
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from colrow.launch import leave
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -27,13 +30,19 @@ def launch(file, source):
     if ranks is None:
         return [sys.executable, str(file)]
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    return [*torchrun, "--standalone", "--nproc-per-node", ranks[1], str(file)]
+    return [*torchrun, "--standalone", "--nproc-per-node", ranks[1], __file__, str(file)]
 
 
 def run_block(source, folder):
     file = folder / "block.py"
     file.write_text(source, "utf-8")
     return subprocess.run(launch(file, source), cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def on_a_rank(file):
+    """Run a block to its end. What follows is torch's: with gloo an orderly end of the interpreter may abort."""
+    runpy.run_path(file, run_name="__main__")
+    leave(0)
 
 
 def commands(text, program):
@@ -104,3 +113,7 @@ def test_a_block_that_fails_is_seen(tmp_path):
     done = run_block(blocks(SAMPLE, "python")[1], tmp_path)
     assert done.returncode != 0
     assert "a block that fails" in done.stderr
+
+
+if __name__ == "__main__":  # under torchrun, on a rank: see `launch`
+    on_a_rank(sys.argv[1])

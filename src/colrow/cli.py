@@ -14,7 +14,7 @@ import tyro
 import colrow
 from colrow import runs
 from colrow.errors import ColrowError, DataError
-from colrow.launch import RankFailedError, launch, under_torchrun
+from colrow.launch import RankFailedError, launch, leave, under_torchrun
 from colrow.models import GPT
 from colrow.options import TrainOptions
 from colrow.parallelize import find_plan
@@ -63,7 +63,10 @@ class PlanOptions:
 
 def main() -> None:
     """The entry point."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if under_torchrun():
+        leave(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
