@@ -204,7 +204,7 @@ def _rank(rank: int, job: _Job) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process, a rank, at once: an orderly end may abort, in what torch's caches still hold of gloo's groups."""
+    """End this process, a rank, at once: an orderly end may abort in what torch still holds of gloo's groups."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
