@@ -309,6 +309,31 @@ def test_AG_3_the_last_norm_may_have_readers_of_both_kinds(ranks: Any, size: int
     ranks(size).run(both_readers, sequence_parallel, timeout=LIMIT)
 
 
+class NormByName(nn.Module):
+    """Hands the last norm its input by the input's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt: Any = gpt(tied=False, rotary=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.gpt.token(tokens)
+        for block in self.gpt.blocks:
+            x = block(x)
+        return self.gpt.head(self.gpt.norm(input=x))
+
+
+def last_norm_by_name(sequence_parallel: bool) -> None:
+    (inner,) = find_plan(gpt(tied=False, rotary=True)).layers
+    plan = Plan({f"gpt.{pattern}": rule for pattern, rule in inner})
+    compare(NormByName, (ids(),), plan=plan, sequence_parallel=sequence_parallel)
+
+
+@BOTH
+def test_the_last_norm_may_be_called_with_its_input_by_name(ranks: Any, sequence_parallel: bool) -> None:
+    ranks(2).run(last_norm_by_name, sequence_parallel, timeout=LIMIT)
+
+
 # -- randomness in a whole model ---------------------------------------------------------------------------------------
 
 

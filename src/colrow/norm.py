@@ -76,6 +76,6 @@ class Replicated(SplitModule):
         if not self.sharded and I in self.grads.values():
             require_whole(type(self).__name__)
         out, call = super().forward(*args, **kwargs), current()
-        if self.sharded and call is not None and isinstance(out, Tensor):
+        if self.sharded and call is not None and isinstance(out, Tensor) and out.dim() == 2:  # the stream, not heads
             mark(out, call.tokens)  # attention or MLP may be checkpointed inside a checkpointed block
         return out

@@ -3,7 +3,7 @@
     model        I            positions, embeddings, masks: everything at this level is whole
       block      I, or S      norms, dropout, residuals: token by token; with sequence parallelism on 1/t of them
         region   R            attention and MLP: column layers, ..., a row layer that leaves again
-      last norm  S -> R or I  the end of the sequence-parallel stretch
+      last norm  S -> I       the end of the sequence-parallel stretch
 
 Each is a mixin: `become` gives a module the class "mixin over the class it had", so that names, hooks, `isinstance` and
 the author's `forward` stay.
@@ -116,7 +116,8 @@ class LastNorm(SplitModule):
 
     sharded: bool
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, args, kwargs = self.stream_first(args, kwargs)
         y = super().forward(x, *args, **kwargs)
         if not self.sharded:
             return y

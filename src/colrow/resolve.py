@@ -76,7 +76,7 @@ class _Resolver:
             case rules.LastNorm():
                 stretch = self.sequence_parallel and any(isinstance(r, rules.Block) for r in self.found.values())
                 read = MappingProxyType(dict.fromkeys(own, R if stretch else I))
-                return Site(name, rule, stretch, grads=read)
+                return replace(plain, sharded=stretch, grads=read)
             case rules.Drop():
                 return self._dropout(plain, module, rule.unit)
             case None if isinstance(module, nn.Dropout):
