@@ -20,6 +20,8 @@ ORDER = (
     "loss",
     "head",
     "region",
+    "model",
+    "become",
     "plan",
     "resolved",
     "totality",

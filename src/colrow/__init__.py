@@ -26,6 +26,7 @@ from colrow.moves import move as move
 from colrow.parallelize import parallelize as parallelize
 from colrow.params import local as local
 from colrow.plan import FEATURES as FEATURES
+from colrow.plan import GROUPS as GROUPS
 from colrow.plan import HEADS as HEADS
 from colrow.plan import KV_HEADS as KV_HEADS
 from colrow.plan import Attention as Attention
@@ -35,10 +36,13 @@ from colrow.plan import Drop as Drop
 from colrow.plan import Head as Head
 from colrow.plan import LastNorm as LastNorm
 from colrow.plan import Mlp as Mlp
+from colrow.plan import Moe as Moe
 from colrow.plan import Norm as Norm
 from colrow.plan import Plan as Plan
 from colrow.plan import Replicated as Replicated
+from colrow.plan import Router as Router
 from colrow.plan import Row as Row
+from colrow.plan import Sliced as Sliced
 from colrow.plan import Vocab as Vocab
 from colrow.resolve import resolve as resolve
 from colrow.state import clip_grad_norm_ as clip_grad_norm_

@@ -94,6 +94,21 @@ def noted(x: Tensor) -> Shape | None:
     return note[0]
 
 
+def in_stream(x: Tensor) -> bool:
+    """Whether x's memory is marked: it entered or left a block, or left a region."""
+    return hasattr(x.untyped_storage(), "colrow_tokens")
+
+
+def mark_heads(x: Tensor, heads: tuple[int, ...]) -> None:
+    """Note on the memory of x that its dimension 1 holds this rank's heads, and how many every rank has."""
+    x.untyped_storage().colrow_heads = heads  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def noted_heads(x: Tensor) -> tuple[int, ...] | None:
+    """How many heads every rank has, if x's dimension 1 holds this rank's."""
+    return getattr(x.untyped_storage(), "colrow_heads", None)
+
+
 @contextmanager
 def agreed_draws(mesh: DeviceMesh) -> Iterator[None]:
     """For a while torch's default CPU generator is equal on the ranks of the axis, and another in every replica.

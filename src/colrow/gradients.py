@@ -146,8 +146,10 @@ class Watched(nn.Module):
         mesh: the tensor-parallel axis.
         splits: how each of its own parameters is split, by its short name; the others are whole on every rank.
         sums: who sums the gradients that arrive partial.
+        where: its name in the model, for messages.
     """
 
+    where: str = "a layer"
     mesh: DeviceMesh
     splits: dict[str, Split]
     sums: PartialSums
@@ -167,7 +169,7 @@ class Watched(nn.Module):
 
     def adopt(self, mesh: DeviceMesh, splits: dict[str, Split]) -> None:
         """Put the module's own parameters, equal on every rank or made so, at rest on `mesh`."""
-        self.mesh, self.splits, self.sums = mesh, splits, PartialSums(mesh)
+        self.mesh, self.splits, self.sums, self.where = mesh, splits, PartialSums(mesh), type(self).__name__
         own = {name: param for name, param in self._parameters.items() if param is not None}
         for (name, param), whole in zip(own.items(), agree(list(own.values()), mesh), strict=True):
             self._parameters[name] = nn.Parameter(shard(whole, splits.get(name), mesh), param.requires_grad)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from colrow.context import known_tokens, leave
+from colrow.context import current, known_tokens, leave, mark
 from colrow.errors import LayoutError, ShapeError
 from colrow.gradients import Watched
 from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh, chunk_sizes
@@ -89,7 +89,7 @@ class ColumnLinear(Watched, nn.Linear):
             given = f"an input of shape {tuple(x.shape)}"
             wanted = wanted or str(allowed[0])  # the same words on every rank
             fix = "Feed it what the unsplit layer would get, in the layout that it was built for"
-            raise ShapeError(type(self).__name__, given, f"its last dimension must be {wanted}", fix)
+            raise ShapeError(self.where, given, f"its last dimension must be {wanted}", fix)
 
     @classmethod
     def _check_end(cls, name: str, layout: Layout, allowed: tuple[Layout, ...]) -> None:
@@ -152,9 +152,12 @@ class RowLinear(ColumnLinear):
             return y
         sharded = isinstance(self.dst, S)
         y = leave(y, self.mesh, tokens=tuple(y.shape[:-1]) if sharded else None)
-        if self.bias is None:
-            return y
-        return y + read(self.bias, None, self.mesh, R if sharded else I).to(y.dtype)  # autocast may have lowered it
+        if self.bias is not None:  # autocast may have lowered y's dtype
+            y = y + read(self.bias, None, self.mesh, R if sharded else I).to(y.dtype)
+        call = current()
+        if call is not None or not sharded:
+            mark(y, call.tokens if call is not None and sharded else None)  # a dropout may ask what it drops
+        return y
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, dst={self.dst}, tp={self.mesh.size()}"

@@ -1,4 +1,4 @@
-"""The seven moves between layouts, and the one autograd Function that makes them. This file is the library.
+"""The moves between layouts, and the one autograd Function that makes them. This file is the library.
 
 A gradient's layout is the dual of its value's (R <-> P, I <-> I, S <-> S), so the adjoint of a move is a move:
 (src -> dst) turns into (dst.dual -> src.dual). Every tensor- or sequence-parallel layer is made of these.
@@ -11,6 +11,8 @@ A gradient's layout is the dual of its value's (R <-> P, I <-> I, S <-> S), so t
     I -> S    slice            S -> I              into the sequence-parallel stretch
     S -> I    all-gather       I -> S              out of it
     P -> R    all-reduce       P -> R
+    R -> I    nothing          I -> P              out of a region, for a reader outside (a router's logits)
+    I -> P    first rank's     R -> I
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def move(x: Tensor, mesh: DeviceMesh, *, src: Layout, dst: Layout) -> Tensor:
         S -> R   rank 0: x[:n]     rank 1: x[n:]     ->   x         x
         P -> S   rank 0: x0        rank 1: x1        ->   (x0+x1)[:n]   (x0+x1)[n:]
         I -> S   rank 0: x         rank 1: x         ->   x[:n]     x[n:]
+        I -> P   rank 0: x         rank 1: x         ->   x         0            (so that the sum is x)
 
     Arguments:
         x: a local tensor: any strides, any dtype, empty or uneven slices too. It is never written to.
@@ -75,7 +78,7 @@ class Move(torch.autograd.Function):
             ctx.shard = x  # for `shard_of`, until `forget_shard`
         y = MOVES[src.name, dst.name](x, mesh, src, dst, sizes)
         if y is x:  # nothing to do, or nothing to do on an axis of one rank
-            return x.view_as(x) if (src.name, dst.name) == ("I", "R") else x.clone()
+            return x.view_as(x) if {src.name, dst.name} == {"I", "R"} else x.clone()
         return y.detach()  # not a view of a buffer, which could not be changed in place
 
     @staticmethod
@@ -104,6 +107,10 @@ def _slice(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, sizes: Sizes) 
     return x.narrow(_dim(dst), sum(sizes[:rank]), sizes[rank]).clone()  # a view would keep the whole tensor alive
 
 
+def _first(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, sizes: Sizes) -> Tensor:
+    return x if mesh.get_local_rank() == 0 else torch.zeros_like(x)
+
+
 MOVES: Final[dict[tuple[str, str], Callable[[Tensor, DeviceMesh, Layout, Layout, Sizes], Tensor]]] = {
     ("I", "R"): _keep,
     ("P", "I"): _reduce,
@@ -112,6 +119,8 @@ MOVES: Final[dict[tuple[str, str], Callable[[Tensor, DeviceMesh, Layout, Layout,
     ("I", "S"): _slice,
     ("S", "I"): _gather,
     ("P", "R"): _reduce,
+    ("R", "I"): _keep,
+    ("I", "P"): _first,
 }
 
 

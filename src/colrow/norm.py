@@ -8,6 +8,7 @@ or heads each computes one term of it (`R`).
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from colrow.context import current, mark, require_whole
 from colrow.errors import ShapeError
 from colrow.gradients import Watched
-from colrow.layout import I, Layout
+from colrow.layout import I, Layout, R
+from colrow.moves import move
 from colrow.params import read
 
 
@@ -40,10 +42,10 @@ class SplitModule(Watched):
         """The stream, which is the author's first argument, passed by place or by name; and the other arguments."""
         if args:
             return args[0], args[1:], kwargs
-        name = list(inspect.signature(self.origin.forward).parameters)[1]  # the first is self
+        name = argument_names(type(self))[0]
         if name not in kwargs:
             given, fix = f"it was called without '{name}'", "Pass the activations first"
-            raise ShapeError(type(self).__name__, given, "its first argument is the stream", fix)
+            raise ShapeError(self.where, given, "its first argument is the stream", fix)
         return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
     def _in_flight(self) -> Any:
@@ -57,7 +59,7 @@ class SplitModule(Watched):
         view = object.__new__(self.origin)
         view.__dict__.update(self.__dict__)
         view.__dict__["_parameters"] = {
-            name: None if param is None else read(param, None, self.mesh, self.grads.get(name, I))
+            name: None if param is None else read(param, self.splits.get(name), self.mesh, self.grads.get(name, I))
             for name, param in self._parameters.items()
         }
         return view
@@ -74,8 +76,33 @@ class Replicated(SplitModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.sharded and I in self.grads.values():
-            require_whole(type(self).__name__)
+            require_whole(self.where)
         out, call = super().forward(*args, **kwargs), current()
         if self.sharded and call is not None and isinstance(out, Tensor) and out.dim() == 2:  # the stream, not heads
             mark(out, call.tokens)  # attention or MLP may be checkpointed inside a checkpointed block
         return out
+
+
+class Sliced(SplitModule):
+    """A module whose own `forward` does on this rank's slice of its parameters what it does on the whole of them."""
+
+
+class Router(Replicated):
+    """The router of a mixture of experts, (logits, ...).
+
+    Each rank uses it with its own part of the experts, so its gradient is a sum of terms. The logits are for a reader
+    outside, who uses them whole: R -> I.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if not isinstance(out, tuple) or not isinstance(out[0], Tensor):
+            given, fix = f"an output of type {type(out).__name__}", "Give it the rule Replicated()"
+            raise ShapeError(self.where, given, "a router returns (logits, ...)", fix)
+        return (move(out[0], self.mesh, src=R, dst=I), *out[1:])
+
+
+@lru_cache(maxsize=1024)
+def argument_names(module: type[SplitModule]) -> tuple[str, ...]:
+    """The names of the arguments of the author's `forward`."""
+    return tuple(inspect.signature(module.origin.forward).parameters)[1:]  # the first is self

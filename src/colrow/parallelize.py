@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from colrow import comm, families
 from colrow import plan as rules
+from colrow.become import become
 from colrow.dropout import Dropout
 from colrow.embedding import VocabEmbedding
 from colrow.errors import ColrowError, PlanError, RankError
@@ -18,10 +19,11 @@ from colrow.head import VocabHead
 from colrow.init import check_resettable, whole_values
 from colrow.layout import check_mesh
 from colrow.linear import ColumnLinear, RowLinear
-from colrow.norm import Replicated, SplitModule
+from colrow.model import Model
+from colrow.norm import Replicated, Router, Sliced, SplitModule
 from colrow.params import agree, shard
 from colrow.plan import Plan
-from colrow.region import Block, LastNorm, Model, Region, become
+from colrow.region import Block, LastNorm, Region
 from colrow.resolve import Resolved, Site, resolve
 
 _MIXINS: dict[type[rules.Rule], type[nn.Module]] = {
@@ -34,6 +36,9 @@ _MIXINS: dict[type[rules.Rule], type[nn.Module]] = {
     rules.Head: VocabHead,
     rules.Attention: Region,
     rules.Mlp: Region,
+    rules.Moe: Region,
+    rules.Router: Router,
+    rules.Sliced: Sliced,
     rules.Block: Block,
     rules.Drop: Dropout,
 }
@@ -161,18 +166,23 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
     if isinstance(module, nn.Dropout):
         mixin = Dropout
     elif mixin is None and site.grads and not root:
-        mixin = Replicated
+        mixin = Sliced if site.splits else Replicated
     if mixin is not None:
         become(module, mixin)
     if not (root or isinstance(module, Watched | Dropout)):
         return
-    attributes: dict[str, object] = {"mesh": mesh}
+    attributes: dict[str, object] = {"mesh": mesh, "where": site.name or type(module).__name__}
     if root or isinstance(module, Watched):
         attributes |= {"splits": dict(site.splits), "sums": sums}
     if root or isinstance(module, SplitModule):
         attributes |= {"grads": dict(site.grads)}
     if isinstance(module, Region | Block | LastNorm | Replicated):
         attributes |= {"sharded": site.sharded}
+    if isinstance(module, Region):
+        attributes |= {"heads": site.heads, "sums_at_exit": isinstance(site.rule, rules.Moe)}
+        attributes |= {at: getattr(site.rule, at) for at in ("per_head", "residual") if hasattr(site.rule, at)}
+    if isinstance(site.rule, rules.Block):
+        attributes |= {"last": site.rule.last}
     if isinstance(module, Dropout | ColumnLinear):
         attributes |= {"src": site.src}
     if site.transposed:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import translate
+from typing import ClassVar
 
 from colrow.errors import PlanError, near_misses
 from colrow.layout import Layout
@@ -35,14 +36,19 @@ class Unit(Enum):
     """Query heads, of the size and number that the Attention rule above names: dealt out whole."""
     KV_HEADS = "kv_heads"
     """Key/value heads: dealt out with their query heads; whole on every rank if there are fewer than ranks."""
+    GROUPS = "groups"
+    """A key/value head with its query heads before it, [q q k v | q q k v | ...]; [q k v | ...] if each has its own."""
 
 
-FEATURES, HEADS, KV_HEADS = Unit.FEATURES, Unit.HEADS, Unit.KV_HEADS
+FEATURES, HEADS, KV_HEADS, GROUPS = Unit.FEATURES, Unit.HEADS, Unit.KV_HEADS, Unit.GROUPS
 
 
 @dataclass(frozen=True)
 class Rule:
     """Base of the rules."""
+
+    for_parameters: ClassVar[bool] = False
+    """Whether it may be given to a single parameter as well as to a module."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -57,6 +63,7 @@ class Replicated(Rule):
     attention or MLP, where a rank sees its own heads or features only.
     """
 
+    for_parameters = True
     grad: Layout | None = None
 
 
@@ -75,15 +82,16 @@ class Column(Rule):
     """A linear layer split by its outputs, which are made of these units: several for a fused projection.
 
     `Column()` is an MLP's first layer, `Column(FEATURES, FEATURES)` a fused [gate | up], `Column(HEADS, KV_HEADS,
-    KV_HEADS)` a fused [q | k | v], and `Column(HEADS, per_head=3)` one that is fused head by head, [q0 k0 v0 | ...].
+    KV_HEADS)` a fused [q | k | v], and `Column(GROUPS)` one that is fused head by head, [q0 k0 v0 | q1 k1 v1 | ...].
+    `head_dim` is the size of its heads where it is not that of the Attention rule.
     """
 
     units: tuple[Unit, ...]
-    per_head: int
+    head_dim: int | None
 
-    def __init__(self, *units: Unit, per_head: int = 1) -> None:
+    def __init__(self, *units: Unit, head_dim: int | None = None) -> None:
         object.__setattr__(self, "units", units or (FEATURES,))
-        object.__setattr__(self, "per_head", per_head)
+        object.__setattr__(self, "head_dim", head_dim)
 
     def __str__(self) -> str:
         return f"Column({', '.join(unit.value for unit in self.units)})"
@@ -91,12 +99,38 @@ class Column(Rule):
 
 @dataclass(frozen=True)
 class Row(Rule):
-    """A linear layer split by its inputs, whose outputs are summed: the partner of one or more column layers."""
+    """A linear layer split by its inputs, whose outputs are summed: the partner of one or more column layers.
+
+    `head_dim` is the size of its heads where it is not that of the Attention rule.
+    """
 
     unit: Unit = FEATURES
+    head_dim: int | None = None
 
     def __str__(self) -> str:
         return f"Row({self.unit.value})"
+
+
+@dataclass(frozen=True, init=False)
+class Sliced(Rule):
+    """Any module or parameter inside attention or an MLP that works on a rank's own slice as it does on the whole.
+
+    Its own `forward` runs with the slice along dimension `dim`, which is made of these units: one bias for each head,
+    `Sliced(0, HEADS, head_dim=1)`; the stacked weights of experts, `Sliced(1, FEATURES, FEATURES)` and `Sliced(2)`.
+    """
+
+    for_parameters = True
+    dim: int
+    units: tuple[Unit, ...]
+    head_dim: int | None
+
+    def __init__(self, dim: int, *units: Unit, head_dim: int | None = None) -> None:
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "units", units or (FEATURES,))
+        object.__setattr__(self, "head_dim", head_dim)
+
+    def __str__(self) -> str:
+        return f"Sliced({self.dim}: {', '.join(unit.value for unit in self.units)})"
 
 
 @dataclass(frozen=True)
@@ -106,11 +140,14 @@ class Vocab(Rule):
 
 @dataclass(frozen=True)
 class Head(Rule):
-    """The output projection, split over the vocabulary; it may share its weight with a `Vocab` embedding.
+    """The output projection, split over the vocabulary; it may share its weight with a `Vocab` embedding, and its bias
+    with a parameter elsewhere, which then has this rule too.
 
     Its logits are a DTensor, which `F.cross_entropy` (or an `nn.CrossEntropyLoss`) in the model takes as it is; where
     they leave the model without a loss they are made whole.
     """
+
+    for_parameters = True
 
 
 @dataclass(frozen=True)
@@ -121,6 +158,9 @@ class Attention(Rule):
     own keys and values. `groups` names an attribute with the number of query heads for each key/value head, `width`
     one with heads x head size. `config` names numbers of `self.config` that the module reads itself, as pairs of the
     config's name and "heads" or "kv_heads": it then sees a config of its own, and the model's is not touched.
+
+    Arguments of its `forward`: a mask or bias of shape (batch, heads, ...) is cut to the rank's heads; `per_head` names
+    others, of shape (batch x heads, ...), to be cut as well. `residual` names one that is added to its output.
     """
 
     heads: str | int
@@ -129,16 +169,39 @@ class Attention(Rule):
     groups: str | None = None
     width: str | None = None
     config: tuple[tuple[str, str], ...] = ()
+    per_head: tuple[str, ...] = ()
+    residual: str | None = None
 
 
 @dataclass(frozen=True)
 class Mlp(Rule):
-    """A module that holds column and row layers: one gather at its entry. (Without it, each column layer gathers.)"""
+    """A module that holds column and row layers: one gather at its entry. (Without it, each column layer gathers.)
+
+    `residual` names an argument of its `forward` that is added to its output.
+    """
+
+    residual: str | None = None
+
+
+@dataclass(frozen=True)
+class Moe(Rule):
+    """A mixture of experts: one gather at its entry, one sum at its exit, for all that its experts give."""
+
+
+@dataclass(frozen=True)
+class Router(Replicated):
+    """Inside `Moe`: returns (logits, ...). The logits may be read outside, for an auxiliary loss; the experts use the
+    rest."""
 
 
 @dataclass(frozen=True)
 class Block(Rule):
-    """A transformer block: norms, dropout and residuals, token by token, around attention and MLP."""
+    """A transformer block: norms, dropout and residuals, token by token, around attention and MLP.
+
+    `last`: no norm follows it that could have the rule `LastNorm`, so its own output is whole.
+    """
+
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,10 +264,10 @@ class Plan:
         for layer in self.layers:
             mine: dict[str, tuple[str, Rule]] = {}
             for pattern, rule in layer:
-                names = [*modules, *params] if isinstance(rule, Replicated) else modules
+                names = [*modules, *params] if rule.for_parameters else modules
                 hits = [name for name in names if glob(pattern).match(name)]
                 if not hits:
-                    given = f"it matches no {'module or parameter' if isinstance(rule, Replicated) else 'module'}"
+                    given = f"it matches no {'module or parameter' if rule.for_parameters else 'module'}"
                     near = near_misses(pattern, [name for name in names if name])
                     raise PlanError(f"plan, pattern '{pattern}'", given, f"there are {near}", "Correct the pattern")
                 for name in hits:

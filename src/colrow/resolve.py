@@ -13,7 +13,7 @@ from torch import nn
 from colrow import plan as rules
 from colrow.embedding import check_options
 from colrow.errors import PlanError
-from colrow.layout import I, Layout, R, S
+from colrow.layout import I, Layout, P, R, S
 from colrow.plan import Plan, Rule, Unit
 from colrow.resolved import OwnConfig, Resolved, Row, Site
 from colrow.split import Heads, Piece, Split, fused, split_heads
@@ -46,7 +46,7 @@ def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = 
             raise PlanError(name, given, "one module has one rule", "Give both names the same rule")
     sites = tuple(seen.values())
     check_owners(params, found)
-    check_partners(found, {site.name: site for site in sites})
+    check_partners(sites)
     return Resolved(tp, sequence_parallel, sites, _rows(model, sites, found))
 
 
@@ -62,17 +62,19 @@ class _Resolver:
         sharded = self.sequence_parallel and self._inside(name, rules.Block)
         own = {short: param for short, param in module._parameters.items() if param is not None}
         grads = {short: self._grad(name, short, sharded) for short in own}
-        plain = Site(name, rule, sharded, MappingProxyType({}), MappingProxyType(grads))
+        splits = {short: split for short in own if (split := self._slice(name, short)) is not None}
+        plain = Site(name, rule, sharded, MappingProxyType(splits), MappingProxyType(grads))
         match rule:
             case rules.Column():
                 src = R if self._region(name) else S(0) if sharded else I
                 return self._linear(plain, module, 0, rule.units, src, I)
             case rules.Row():
-                return self._linear(plain, module, 1, (rule.unit,), I, S(0) if sharded else I)
+                dst = P if self._inside(name, rules.Moe) else S(0) if sharded else I
+                return self._linear(plain, module, 1, (rule.unit,), I, dst)
             case rules.Vocab() | rules.Head():
                 return self._vocab(plain, module, rule)
             case rules.Attention():
-                return replace(plain, patches=self._patches(name, module, rule))
+                return replace(plain, patches=self._patches(name, module, rule), heads=self._heads(name))
             case rules.LastNorm():
                 stretch = self.sequence_parallel and any(isinstance(r, rules.Block) for r in self.found.values())
                 read = MappingProxyType(dict.fromkeys(own, R if stretch else I))
@@ -86,6 +88,21 @@ class _Resolver:
                 raise PlanError(name, given, "only nn.Dropout draws the same mask at every degree", fix)
             case _:
                 return plain
+
+    def _slice(self, name: str, short: str) -> Split | None:
+        """The split of a parameter that has a rule of its own, or is in a module that works on slices."""
+        full = f"{name}.{short}" if name else short
+        rule = self.found.get(full, self.found.get(name))
+        size = self.modules[name].get_parameter(short).shape
+        if isinstance(rule, rules.Head) and full in self.found:
+            return Split(0, (Piece(size[0]),), self.tp, trimmed=True)
+        if not isinstance(rule, rules.Sliced):
+            return None
+        if not -len(size) <= rule.dim < len(size):
+            given = f"{rule} for a parameter of shape {tuple(size)}"
+            raise PlanError(full, given, f"it has {len(size)} dimensions", "Name one of them")
+        dim = rule.dim % len(size)
+        return Split(dim, fused(self._pieces(full, rule, rule.units, size[dim]), self.tp), self.tp)
 
     def _patches(self, name: str, module: nn.Module, rule: rules.Attention) -> tuple[tuple[str, Any], ...]:
         """The numbers of heads that an attention module sees on one rank, by the attributes that hold them."""
@@ -119,14 +136,25 @@ class _Resolver:
         in_region = self._region(name) is not None and not isinstance(rule, rules.Row)
         return R if sharded or in_region or isinstance(rule, REGIONS) else I
 
-    def _heads(self, name: str) -> Heads:
-        """The heads of the attention module that `name` is, or is in."""
-        at = next((a for a in [name, *self._ancestors(name)] if isinstance(self.found.get(a), rules.Attention)), None)
-        if at is None:
-            given, fix = "its rule speaks of heads", "Give the attention module that holds it the rule Attention(...)"
-            raise PlanError(name, given, "heads are counted by an Attention rule above", fix)
+    def _attention(self, name: str) -> str:
+        """The attention module that `name` is, or is in, or stands beside (BERT's output layer has its own parent)."""
+        attentions = [at for at, rule in self.found.items() if isinstance(rule, rules.Attention)]
+        for scope in [name, *self._ancestors(name)]:
+            if isinstance(self.found.get(scope), rules.Attention):
+                return scope
+            near = [at for at in attentions if at.startswith(f"{scope}.")]
+            if len(near) == 1:
+                return near[0]
+            if near:
+                break
+        given, fix = "its rule speaks of heads", "Give the attention module that holds it the rule Attention(...)"
+        raise PlanError(name, given, "heads are counted by one Attention rule above or beside", fix)
+
+    def _heads(self, name: str, head_dim: int | None = None) -> Heads:
+        """The heads of the attention module that `name` is, is in, or stands beside; of the given size, if any."""
+        at = self._attention(name)
         rule: Any = self.found[at]
-        numbers = {"heads": rule.heads, "kv_heads": rule.kv_heads or rule.heads, "head_dim": rule.head_dim}
+        numbers = {"heads": rule.heads, "kv_heads": rule.kv_heads or rule.heads, "head_dim": head_dim or rule.head_dim}
         for role, attribute in numbers.items():
             value = getattr(self.modules[at], attribute, None) if isinstance(attribute, str) else attribute
             if not isinstance(value, int) or value < 1:
@@ -136,6 +164,13 @@ class _Resolver:
                 raise PlanError(at, given, "it must name an attribute that is a positive integer", "Correct the rule")
             numbers[role] = value
         return split_heads(**numbers, ranks=self.tp, where=at)
+
+    def _partners(self, name: str, units: tuple[Unit, ...]) -> str:
+        """Where a column or row layer has its partner: in the same attention; or in the MLP, the block, the parent."""
+        if set(units) != {Unit.FEATURES}:
+            return self._attention(name)
+        block = (above for above in self._ancestors(name) if isinstance(self.found.get(above), rules.Block))
+        return self._region(name) or next(block, name.rpartition(".")[0])
 
     def _linear(
         self, plain: Site, module: nn.Module, dim: int, units: tuple[Unit, ...], src: Layout, dst: Layout
@@ -148,25 +183,29 @@ class _Resolver:
             check_forward(plain.name, module, nn.Linear)
         along = 1 - dim if transposed else dim
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        pieces = fused(self._pieces(plain, units, weight.shape[along]), self.tp)
+        if dst == P and bias is not None:
+            given, fix = "a row layer with a bias among experts", "Give it and its column layers the rule Replicated()"
+            raise PlanError(
+                plain.name, given, "what experts give is summed at the exit, where a bias has no place", fix
+            )
+        pieces = fused(self._pieces(plain.name, plain.rule, units, weight.shape[along]), self.tp)
         trimmed = units == (Unit.FEATURES,)
         splits = {"weight": Split(along, pieces, self.tp, trimmed)}
         if dim == 0 and bias is not None:
             splits["bias"] = Split(0, pieces, self.tp, trimmed)
-        return replace(plain, splits=MappingProxyType(splits), src=src, dst=dst, transposed=transposed)
+        found = replace(plain, splits=MappingProxyType(splits), src=src, dst=dst, transposed=transposed)
+        return replace(found, partners=self._partners(plain.name, units))
 
-    def _pieces(self, plain: Site, units: tuple[Unit, ...], size: int) -> list[Piece]:
-        heads = self._heads(plain.name) if set(units) != {Unit.FEATURES} else None
-        by_unit = {} if heads is None else {Unit.HEADS: heads.q, Unit.KV_HEADS: heads.kv}
-        if heads is not None and isinstance(plain.rule, rules.Column) and plain.rule.per_head > 1:
-            by_unit[Unit.HEADS] = replace(heads.q, width=heads.q.width * plain.rule.per_head)
+    def _pieces(self, name: str, rule: Any, units: tuple[Unit, ...], size: int) -> list[Piece]:
+        heads = self._heads(name, rule.head_dim) if set(units) != {Unit.FEATURES} else None
+        by_unit = {} if heads is None else {Unit.HEADS: heads.q, Unit.KV_HEADS: heads.kv, Unit.GROUPS: heads.groups}
         left = size - sum(by_unit[unit].size for unit in units if unit in by_unit)
         features = units.count(Unit.FEATURES)
         if left < 0 or (left % features if features else left):
             sizes = " + ".join(str(by_unit[u].size) if u in by_unit else "features" for u in units)
-            given = f"{plain.rule} for a dimension of {size}"
+            given = f"{rule} for a dimension of {size}"
             fix = "Name the pieces that the layer is made of, and check the numbers of heads"
-            raise PlanError(plain.name, given, f"by its units it is made of {sizes}", fix)
+            raise PlanError(name, given, f"by its units it is made of {sizes}", fix)
         return [by_unit[unit] if unit in by_unit else Piece(left // features) for unit in units]
 
     def _vocab(self, plain: Site, module: nn.Module, rule: Rule) -> Site:

@@ -8,7 +8,7 @@ from typing import Any
 
 from colrow.layout import I, Layout
 from colrow.plan import Rule
-from colrow.split import Split
+from colrow.split import Heads, Split
 
 
 class OwnConfig:
@@ -39,6 +39,8 @@ class Site:
         src, dst: the layouts at its two ends, where the rule has any.
         patches: attributes to set on it.
         transposed: whether a linear layer keeps its weight as (in, out).
+        heads: attention's heads.
+        partners: of a column or row layer: the part of the model in which its partner is.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Site:
     dst: Layout = I
     patches: tuple[tuple[str, Any], ...] = ()
     transposed: bool = False
+    heads: Heads | None = None
+    partners: str = ""
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,18 @@ class Heads:
 
     q: Piece
     kv: Piece
+    groups: Piece
+    """A projection fused by key/value head: [its query heads, k, v | ...]."""
     local_heads: int
     local_kv_heads: int
     head_dim: int
-    true_heads: tuple[int, ...]
-    """The query heads of every rank that are not padding."""
+    mine: tuple[tuple[int, ...], ...]
+    """The query heads of every rank, padded with -1."""
+
+    @property
+    def true_heads(self) -> tuple[int, ...]:
+        """How many query heads of every rank are not padding."""
+        return tuple(sum(head >= 0 for head in heads) for heads in self.mine)
 
 
 def split_heads(heads: int, kv_heads: int, head_dim: int, ranks: int, where: str) -> Heads:
@@ -144,16 +151,33 @@ def split_heads(heads: int, kv_heads: int, head_dim: int, ranks: int, where: str
         )
     group = heads // kv_heads
     if kv_heads >= ranks or group == 1:
-        per = -(-kv_heads // ranks)
         q, kv = Piece(kv_heads, group * head_dim), Piece(kv_heads, head_dim)
-        return Heads(q, kv, per * group, per, head_dim, tuple(group * n for n in chunk_sizes(kv_heads, ranks)))
-    per = -(-heads // ranks)
+        dealt = [kv.of_rank(rank, ranks) for rank in range(ranks)]
+        mine = tuple(tuple(g * group + i if g >= 0 else -1 for g in units for i in range(group)) for units in dealt)
+        per = len(dealt[0])
+        return Heads(q, kv, Piece(kv_heads, (group + 2) * head_dim), per * group, per, head_dim, mine)
     q = Piece(heads, head_dim)
-    mine = [q.of_rank(rank, ranks) for rank in range(ranks)]
-    if group % per == 0:
-        mine = [units[:1] for units in mine]
-    reads = tuple(tuple(unit // group if unit >= 0 else -1 for unit in units) for units in mine)
-    return Heads(q, Piece(kv_heads, head_dim, reads), per, len(reads[0]), head_dim, chunk_sizes(heads, ranks))
+    mine = tuple(tuple(q.of_rank(rank, ranks)) for rank in range(ranks))
+    needs = [tuple(head // group if head >= 0 else -1 for head in units) for units in mine]
+    shared = all(len(set(units) - {-1}) <= 1 for units in needs)
+    reads = tuple((max(units),) if shared else units for units in needs)
+    groups = Piece(kv_heads * (group + 2), head_dim, _fused_by_group(mine, reads, group))
+    return Heads(q, Piece(kv_heads, head_dim, reads), groups, len(mine[0]), len(reads[0]), head_dim, mine)
+
+
+def _fused_by_group(
+    mine: Sequence[tuple[int, ...]], reads: Sequence[tuple[int, ...]], group: int
+) -> tuple[tuple[int, ...], ...]:
+    """Which heads of [q.. k v | q.. k v | ...] each rank reads: for each key/value head its query heads, k and v."""
+    found = []
+    for heads, kv_heads in zip(mine, reads, strict=True):
+        per, row = len(heads) // len(kv_heads), []
+        for place, kv in enumerate(kv_heads):
+            own = heads[place * per : (place + 1) * per]
+            row += [head // group * (group + 2) + head % group if head >= 0 else -1 for head in own]
+            row += [kv * (group + 2) + group + i if kv >= 0 else -1 for i in (0, 1)]
+        found.append(tuple(row))
+    return tuple(found)
 
 
 def fused(pieces: Sequence[Piece], ranks: int) -> tuple[Piece, ...]:

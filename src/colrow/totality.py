@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from torch import Tensor, nn
 
 from colrow import plan as rules
+from colrow.become import calls_super, is_plain_linear
 from colrow.errors import PlanError
-from colrow.plan import Rule
-from colrow.region import calls_super
+from colrow.plan import FEATURES, Rule
 from colrow.resolved import Site
 
-REGIONS: Final = (rules.Attention, rules.Mlp)
+REGIONS: Final = (rules.Attention, rules.Mlp, rules.Moe)
 
 
 def check_forward(name: str, module: nn.Module, plain: type[nn.Module]) -> None:
     """Refuse a layer whose class computes something of its own: splitting it would silently drop that."""
     own = type(module).forward
-    if own is not plain.forward and not calls_super(type(module)):
-        given = f"{type(module).__name__} has a forward of its own, not that of nn.{plain.__name__}"
-        fix = f"Let it call super().forward(), or use an nn.{plain.__name__}, or give it the rule Replicated()"
-        raise PlanError(name, given, f"what is split is an nn.{plain.__name__}, or adds to its forward", fix)
+    if own is plain.forward or calls_super(type(module)) or (isinstance(module, nn.Linear) and is_plain_linear(module)):
+        return
+    given = f"{type(module).__name__} has a forward of its own, not that of nn.{plain.__name__}"
+    fix = f"Let it call super().forward(), or use an nn.{plain.__name__}, or give it the rule Replicated()"
+    raise PlanError(name, given, f"what is split is an nn.{plain.__name__}, or adds to its forward", fix)
 
 
 def check_owners(params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> None:
@@ -35,30 +36,31 @@ def check_owners(params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> Non
         raise PlanError("plan", given, "every parameter has one owner", f"Add '{holder}': Replicated(), or a split")
 
 
-def check_partners(found: Mapping[str, Rule], sites: Mapping[str, Site]) -> None:
-    """Column layers are followed by a row layer that takes what they give, in the same region (or parent module)."""
+def check_partners(sites: Iterable[Site]) -> None:
+    """Column layers are followed by a row layer that takes what they give; `Site.partners` says where to look."""
     groups: dict[str, list[Site]] = {}
-    for name, site in sites.items():
+    for site in sites:
         if isinstance(site.rule, rules.Column | rules.Row):
-            above = [".".join(name.split(".")[:i]) for i in range(name.count("."), 0, -1)]
-            region = next((a for a in above if isinstance(found.get(a), REGIONS)), name.rpartition(".")[0])
-            groups.setdefault(region, []).append(site)
-    for region, members in groups.items():
+            groups.setdefault(site.partners, []).append(site)
+    for place, members in groups.items():
         columns = [site for site in members if isinstance(site.rule, rules.Column)]
         rows = [site for site in members if isinstance(site.rule, rules.Row)]
         if not columns or not rows:
             lone, other = (columns[0], "Row") if columns else (rows[0], "Column")
-            given = f"a {lone.rule} layer without a {other} layer in '{region}'"
+            given = f"a {lone.rule} layer without a {other} layer in '{place}'"
             allowed = "what column layers split, a row layer must sum"
             raise PlanError(lone.name, given, allowed, f"Give its partner the rule {other}(), or both Replicated()")
-        given_sizes = {
-            piece.size // (site.rule.per_head if isinstance(site.rule, rules.Column) else 1)
-            for site in columns
-            for piece in site.splits["weight"].pieces
-        }
+        sizes = {size for site in columns for size in _features(site)}
         for row in rows:
             size = row.splits["weight"].true_size
-            if size not in given_sizes:
-                given = f"it takes {size} features, and the column layers in '{region}' give {sorted(given_sizes)}"
+            if _features(row) and size not in sizes:
+                given = f"it takes {size} features, and the column layers in '{place}' give {sorted(sizes)}"
                 fix = "Name all pieces of a fused layer, Column(FEATURES, FEATURES) for [gate | up]"
                 raise PlanError(row.name, given, "a row layer takes one piece of a column layer's output", fix)
+
+
+def _features(site: Site) -> list[int]:
+    """The sizes of a linear layer's pieces that are made of features."""
+    rule = site.rule
+    units = (rule.unit,) if isinstance(rule, rules.Row) else getattr(rule, "units", ())
+    return [piece.size for unit, piece in zip(units, site.splits["weight"].pieces, strict=True) if unit is FEATURES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, config_of, heads, no_attention_dropout, norms, there
-from colrow.plan import HEADS, Attention, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
+from colrow.plan import GROUPS, HEADS, Attention, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:
@@ -19,7 +19,7 @@ def plan(model: nn.Module) -> Plan:
             f"{at}layers.*": Block(),
             **norms(f"{at}layers.*.*norm"),
             f"{at}layers.*.attention": Attention(heads=config.num_attention_heads, head_dim="head_size"),
-            f"{at}layers.*.attention.query_key_value": Column(HEADS, per_head=3),
+            f"{at}layers.*.attention.query_key_value": Column(GROUPS),
             f"{at}layers.*.attention.dense": Row(HEADS),
             f"{at}layers.*.mlp": Mlp(),
             f"{at}layers.*.mlp.dense_h_to_4h": Column(),

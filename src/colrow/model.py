@@ -1,0 +1,92 @@
+"""The whole split model: its inputs are checked, and its outputs are whole."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from colrow import comm
+from colrow.context import Call, agreed_draws, gather, noted, noted_heads, running
+from colrow.dropout import may_drop
+from colrow.errors import RankError
+from colrow.layout import I, S
+from colrow.moves import move
+from colrow.norm import SplitModule
+from colrow.params import fingerprint, local
+from colrow.region import close
+
+
+class Model(SplitModule):
+    """The split model: its inputs and outputs are those of the unsplit one.
+
+    Attributes:
+        checks_left: the next so many calls check that the ranks were given the same inputs (-1: every call).
+    """
+
+    checks_left: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.checks_left:
+            self.checks_left -= 1
+            check_same_inputs(self, args, kwargs)
+        with ExitStack() as stack, running(Call(until_done=stack)) as call:
+            if may_drop(self):
+                stack.enter_context(agreed_draws(self.mesh))
+            out = super().forward(*args, **kwargs)
+            if call.tokens is not None:
+                out = close(out, self, call.tokens)
+        return _whole(out, self.mesh)
+
+
+def check_same_inputs(model: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An error on every rank if the ranks of the axis were given different inputs. Cost: an all-gather of 128 bytes."""
+    named = [*((str(i), value) for i, value in enumerate(args)), *kwargs.items()]
+    tensors = [(name, value.detach()) for name, value in named if isinstance(value, Tensor)][:8]
+    names = [name for name, _ in tensors] + ["?"] * (8 - len(tensors))
+    shapes = [zlib.crc32(repr((name, x.shape, x.dtype)).encode()) for name, x in tensors] + [0] * (8 - len(tensors))
+    prints = [fingerprint(x) for _, x in tensors] + [0] * (8 - len(tensors))
+    every = comm.exchange([*shapes, *prints], model.mesh)
+    for place, kind in [*((i, "shape or dtype") for i in range(8)), *((8 + i, "content") for i in range(8))]:
+        alike: dict[int, list[int]] = {}
+        for rank, numbers in enumerate(every):
+            alike.setdefault(numbers[place], []).append(rank)
+        if len(alike) > 1:
+            raise RankError(
+                f"{type(model).__name__}, input {names[place % 8]}",
+                f"the ranks were given tensors of different {kind} (alike are ranks {list(alike.values())})",
+                "all ranks of one tensor-parallel axis work on the same batch",
+                "Seed the sampler by the data-parallel rank, not by the global rank",
+            )
+
+
+def _whole(out: Any, mesh: DeviceMesh) -> Any:
+    """What leaves the model made whole (S -> I): split logits, and tensors of the stream or of heads, which are marked.
+
+    Containers keep their type. Beside a loss, logits stay a DTensor, of the true global shape: nobody may want them.
+    """
+    if isinstance(out, DTensor):
+        placement = out.placements[-1]
+        if not isinstance(placement, Shard):
+            return out
+        src = S(placement.dim, size=out.shape[placement.dim])
+        return move(local(out, grad=S(placement.dim)), out.device_mesh, src=src, dst=I)
+    if isinstance(out, Tensor):
+        heads = noted_heads(out)
+        if heads is not None:  # probabilities, say
+            mine = out.narrow(1, 0, heads[mesh.get_local_rank()])
+            return move(mine, mesh, src=S(1, size=heads), dst=I)
+        tokens = noted(out)
+        return out if tokens in (None, tuple(out.shape[:-1])) else gather(out, mesh, tokens, I)
+    if type(out) in (tuple, list):
+        return type(out)(_whole(item, mesh) for item in out)
+    if isinstance(out, dict):  # and the output classes of transformers, which are dicts
+        beside_a_loss = out.get("loss") is not None
+        for name, item in list(out.items()):
+            if not (beside_a_loss and isinstance(item, DTensor)):
+                out[name] = _whole(item, mesh)
+    return out
