@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from colrow.families import gpt, gpt2, gpt_neox, llama, phi3
+from colrow.families import bert, bloom, deepseek_v3, falcon, gpt, gpt2, gpt_neox, llama, mixtral, opt, phi3, t5, vit
 from colrow.plan import Plan
 
 FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {
@@ -21,6 +21,14 @@ FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {
     "phi3": phi3.plan,
     "gpt2": gpt2.plan,
     "gpt_neox": gpt_neox.plan,
+    "opt": opt.plan,
+    "bloom": bloom.plan,
+    "falcon": falcon.plan,
+    "bert": bert.plan,
+    "t5": t5.plan,
+    "vit": vit.plan,
+    "mixtral": mixtral.plan,
+    "deepseek_v3": deepseek_v3.plan,
 }
 
 

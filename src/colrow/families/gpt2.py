@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from colrow.families.hf import base, config_of, heads, no_attention_dropout, norms, there
+from colrow.families.hf import base, heads, norms, there
 from colrow.plan import HEADS, KV_HEADS, Attention, Block, Column, Drop, LastNorm, Mlp, Plan, Replicated, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:
     """The rules for any of HF's classes of the family."""
-    at, config = base(model, "wte"), config_of(model)
-    no_attention_dropout(config, "attn_pdrop")
+    at = base(model, "wte")
     return there(
         model,
         {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from colrow.families.hf import base, config_of, heads, no_attention_dropout, norms, there
+from colrow.families.hf import base, config_of, heads, norms, there
 from colrow.plan import GROUPS, HEADS, Attention, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:
     """The rules for any of HF's classes of the family."""
     at, config = base(model, "embed_in"), config_of(model)
-    no_attention_dropout(config, "attention_dropout")
     return there(
         model,
         {

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from colrow.errors import PlanError
-from colrow.plan import Attention, Head, Norm, Plan, Replicated, Rule
+from colrow.plan import FEATURES, Attention, Block, Head, Moe, Norm, Plan, Replicated, Router, Rule, Sliced
 
 
 def config_of(model: nn.Module) -> Any:
@@ -32,7 +32,7 @@ def heads(model: nn.Module, at: str) -> dict[str, Rule]:
 
 def there(model: nn.Module, rules: dict[str, Rule]) -> Plan:
     """A plan of those rules that match something: parts that depend on a model's options may be missing."""
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in [*model.named_modules(), *model.named_parameters(remove_duplicate=False)]]
     return Plan({pattern: rule for pattern, rule in rules.items() if Plan({pattern: rule}).matches(names)})
 
 
@@ -45,13 +45,30 @@ def grouped_attention(config: Any) -> Attention:
     )
 
 
-def no_attention_dropout(config: Any, name: str) -> None:
-    """Refuse dropout of attention probabilities: HF draws it in functions, where masks would depend on the degree."""
-    if getattr(config, name, 0.0):
-        given, fix = f"config.{name} = {getattr(config, name)}", f"Build the model with {name}=0.0"
-        raise PlanError(config.model_type, given, "dropout of attention probabilities is not split yet", fix)
-
-
 def norms(*patterns: str) -> dict[str, Rule]:
     """Rules for norms: token by token in the blocks, head by head inside attention."""
     return dict.fromkeys(patterns, Norm())
+
+
+def blocks(model: nn.Module, layers: str, last_norm: str | None = None) -> Plan:
+    """Rules for the blocks in the list `layers`. Where no norm follows them, the last one gives a whole output."""
+    names = {name for name, _ in model.named_modules()}
+    count = sum(name.rpartition(".")[0] == layers for name in names)
+    if not count:
+        return Plan({})
+    plan = Plan({f"{layers}.*": Block()})
+    return plan if last_norm in names else Plan({f"{layers}.{count - 1}": Block(last=True)}) | plan
+
+
+def experts(config: Any, model: nn.Module, layers: str) -> Plan:
+    """Rules for HF's mixtures of experts: a router `gate`, and `experts` with their weights stacked."""
+    if getattr(config, "router_jitter_noise", 0.0):
+        given = f"config.router_jitter_noise = {config.router_jitter_noise}"
+        raise PlanError(config.model_type, given, "noise is drawn for whole tokens", "Set it to 0.0")
+    rules: dict[str, Rule] = {}
+    for name, _ in model.named_modules():
+        if name.startswith(layers) and name.endswith(".experts"):
+            at = name.removesuffix(".experts")
+            rules |= {at: Moe(), f"{at}.gate": Router()}
+            rules |= {f"{name}.gate_up_proj": Sliced(1, FEATURES, FEATURES), f"{name}.down_proj": Sliced(2)}
+    return Plan(rules)

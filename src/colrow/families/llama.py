@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from colrow.families.hf import base, config_of, grouped_attention, heads, no_attention_dropout, norms, there
+from colrow.families.hf import base, config_of, grouped_attention, heads, norms, there
 from colrow.plan import HEADS, KV_HEADS, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:
     """The rules for any of HF's classes of the family: the bare model, with a language head, with a classifier, ..."""
     at, config = base(model, "embed_tokens"), config_of(model)
-    no_attention_dropout(config, "attention_dropout")
     return there(
         model,
         {

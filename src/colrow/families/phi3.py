@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from colrow.families.hf import base, config_of, grouped_attention, heads, no_attention_dropout, norms, there
+from colrow.families.hf import base, config_of, grouped_attention, heads, norms, there
 from colrow.plan import FEATURES, HEADS, KV_HEADS, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:
     """The rules for any of HF's classes of the family."""
     at, config = base(model, "embed_tokens"), config_of(model)
-    no_attention_dropout(config, "attention_dropout")
     attention = replace(
         grouped_attention(config), kv_heads="num_key_value_heads", config=(("num_attention_heads", "heads"),)
     )
