@@ -28,6 +28,7 @@ ORDER = (
     "resolve",
     "init",
     "families",
+    "checks",
     "parallelize",
     "state",
     "storage",
@@ -35,6 +36,7 @@ ORDER = (
     "report",
     "draw",
     "launch",
+    "precision",
     "verify",
     "__init__",  # the public names: what stands above is the library, what stands below uses it
     "models",

@@ -1,0 +1,28 @@
+"""Models in double throughout: what the comparison of a split model with one process needs to see small faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class KeepDouble(TorchFunctionMode):
+    """Casts of doubles to fp32, as norms, softmax and rotary positions make them, keep double.
+
+    They cost 1e-8, which would hide a fault of that size; with both models in double throughout, rounding is 1e-15.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in (*args, *kwargs.values())):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
