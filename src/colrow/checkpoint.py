@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colrow.checks import require_split
 from colrow.errors import CheckpointError
 from colrow.params import local_of, shard_like, splits, true_name, unshard
 from colrow.split import Split
@@ -33,9 +34,11 @@ def save(
     writes, and holds at most one file's tensors (2 GiB).
 
     Raises:
+        PlanError: the model is not split.
         CheckpointError: it could not be written (on every rank); earlier checkpoints are as they were.
         RankError: replicas have drifted apart.
     """
+    require_split(model, "colrow.checkpoint.save")
     require_equal_replicas(model)
     folder = Path(folder)
     writer = Writer(folder / f"step-{int(progress['step']):06d}")

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from colrow import comm, families
 from colrow import plan as rules
 from colrow.become import become
+from colrow.checks import check_alike, check_model
 from colrow.dropout import Dropout
 from colrow.embedding import VocabEmbedding
 from colrow.errors import ColrowError, PlanError, RankError
@@ -103,10 +104,7 @@ def _resolve_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, sequen
     error = None
     resolved = None
     try:
-        for name, module in model.named_modules():
-            if isinstance(module, Watched | Dropout):
-                given = f"{name or 'the model'} is split already ({type(module).__name__})"
-                raise PlanError("colrow.parallelize", given, "a model is split once", "Build it anew to split it again")
+        check_model(model)
         resolved = resolve(model, find_plan(model, plan), mesh.size(), sequence_parallel=sequence_parallel)
         check_resettable(model)
     except ColrowError as raised:
@@ -122,6 +120,7 @@ def _resolve_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, sequen
         raise RankError("colrow.parallelize", given, "every rank splits the same model by the same plan", fix)
     if resolved is None:
         raise RankError("colrow.parallelize", "nothing was resolved", "resolve returns a value", "Report this")
+    check_alike(model, mesh)
     return resolved
 
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from colrow import comm
+from colrow.checks import require_split
 from colrow.context import mix
 from colrow.errors import ColrowError, RankError
 from colrow.layout import check_mesh
@@ -21,8 +22,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Cost: an all-gather of every shard; the memory of the whole model.
 
     Raises:
+        PlanError: the model is not split.
         RankError: replicas that have drifted apart, by name. Nothing is silently taken from one rank.
     """
+    require_split(model, "colrow.full_state_dict")
     require_equal_replicas(model)
     by_name = splits(model)
     named = {true_name(name): value for name, value in model.state_dict().items()}
@@ -51,8 +54,10 @@ def clip_grad_norm_(
     Cost: one all-reduce of a scalar per axis. Linear in the number of parameters.
 
     Raises:
+        PlanError: the model is not split: torch's own function is for that.
         ColrowError: a norm that is not finite, with `error_if_nonfinite`.
     """
+    require_split(model, "colrow.clip_grad_norm_")
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     total = _total_norm([_settled(grad) for grad in grads], float(norm_type))
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -117,6 +122,7 @@ def replica_drift(model: nn.Module) -> dict[str, float]:
 
     Cost: an all-gather of a number per tensor, and two all-reduces of each that differs.
     """
+    require_split(model, "colrow.replica_drift")
     mesh = _axis_of(model)
     if mesh is None:
         return {}
@@ -147,6 +153,7 @@ def require_equal_replicas(model: nn.Module) -> None:
 
 def sync_replicas(model: nn.Module) -> None:
     """Make replicated parameters and buffers equal again: the first rank's values, in place."""
+    require_split(model, "colrow.sync_replicas")
     mesh, drift = _axis_of(model), replica_drift(model)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if mesh is not None and name in drift:
