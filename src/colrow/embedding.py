@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +59,7 @@ class VocabEmbedding(Watched, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         split, rank = self.splits["weight"], self.mesh.get_local_rank()
-        check_ids(input, split.true_size, "VocabEmbedding")
+        check_ids(input, split.true_size, self.where)
         weight = read(self.weight, split, self.mesh, R)
         start, rows = rank * split.local_size, weight.shape[0]
         elsewhere = (input < start) | (input >= start + rows)
@@ -84,6 +87,15 @@ def check_ids(ids: Tensor, vocab: int, where: str, ignore: int | None = None) ->
         place = tuple(bad.nonzero()[0].tolist())
         given = f"token id {int(ids[place])} at {place}"
         raise ShapeError(where, given, f"the vocabulary has ids 0 to {vocab - 1}", "Use the tokenizer of this model")
+
+
+def row_error(table: nn.Embedding, arguments: Mapping[str, Any], where: str) -> ShapeError:
+    """What to raise where a whole embedding (of positions, say) was asked for a row that it does not have."""
+    ids = arguments.get("position_ids", arguments.get("input"))
+    asked = f"indices {int(ids.min())} to {int(ids.max())}" if isinstance(ids, Tensor) else "an index past its end"
+    offset = getattr(table, "offset", 0)  # OPT and BART keep rows before the first position
+    allowed = f"its table has rows for {-offset} to {table.num_embeddings - offset - 1}"
+    return ShapeError(where, asked, allowed, "Shorten the sequences, or build the model with more positions")
 
 
 def check_options(embedding: nn.Embedding, where: str) -> None:

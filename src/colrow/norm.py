@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from colrow.context import current, mark, require_whole
+from colrow.embedding import row_error
 from colrow.errors import ShapeError
 from colrow.gradients import Watched
 from colrow.layout import I, Layout, R
@@ -77,7 +78,13 @@ class Replicated(SplitModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.sharded and I in self.grads.values():
             require_whole(self.where)
-        out, call = super().forward(*args, **kwargs), current()
+        try:
+            out, call = super().forward(*args, **kwargs), current()
+        except IndexError as error:
+            if not isinstance(self, nn.Embedding):
+                raise
+            by_name: dict[str, Any] = dict(zip(argument_names(type(self)), args, strict=False))
+            raise row_error(self, by_name | kwargs, self.where) from error
         if self.sharded and call is not None and isinstance(out, Tensor) and out.dim() == 2:  # the stream, not heads
             mark(out, call.tokens)  # attention or MLP may be checkpointed inside a checkpointed block
         return out
