@@ -83,8 +83,8 @@ class Replicated(SplitModule):
         except IndexError as error:
             if not isinstance(self, nn.Embedding):
                 raise
-            by_name: dict[str, Any] = dict(zip(argument_names(type(self)), args, strict=False))
-            raise row_error(self, by_name | kwargs, self.where) from error
+            names = argument_names(type(self))
+            raise row_error(self, {names[i]: arg for i, arg in enumerate(args)} | kwargs, self.where) from error
         if self.sharded and call is not None and isinstance(out, Tensor) and out.dim() == 2:  # the stream, not heads
             mark(out, call.tokens)  # attention or MLP may be checkpointed inside a checkpointed block
         return out
