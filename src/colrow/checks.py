@@ -28,9 +28,10 @@ def check_model(model: nn.Module) -> None:
             raise PlanError("colrow.parallelize", given, "a model is split once", "Build it anew to split it again")
     for name, param in model.named_parameters():
         _check_kind(name, param)
-    if getattr(model, "is_quantized", False):  # some keep packed weights in buffers, which look like any other
-        given = f"a quantised model ({type(getattr(model, 'hf_quantizer', None)).__name__})"
-        raise _quantised(type(model).__name__, given)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None or getattr(model, "is_quantized", False):
+        # packed weights may be buffers, which look like any other
+        raise _quantised(type(model).__name__, f"a quantised model ({type(quantizer).__name__})")
     _check_devices(model)
     for name, module in model.named_modules():
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
