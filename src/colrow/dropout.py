@@ -125,17 +125,26 @@ class FunctionalDropout(TorchFunctionMode):
 
 
 def may_drop(module: nn.Module, *, inside: bool = True) -> bool:
-    """Whether a call of the module (or of one inside) will draw: it trains, and has a probability that is not zero.
+    """Whether a call of the module (or of one inside) may draw: it trains, and has a probability that is not zero.
 
-    HF's modules keep those of functional dropout as numbers: `attention_dropout`, `hidden_dropout`, `layerdrop`, ...
+    HF's modules keep those of functional dropout as numbers, or leave them in the config: `attention_dropout`,
+    `hidden_dropout`, `layerdrop`, ...
     """
+    seen: set[int] = set()
     for part in module.modules() if inside else (module,):
         if part.training:
-            if isinstance(part, nn.Dropout) and part.p > 0:
+            own = vars(part)
+            if (isinstance(part, nn.Dropout) and part.p > 0) or _has_probability(own):
                 return True
-            if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(part).items()):
+            config = own.get("config")
+            if config is not None and id(config) not in seen and _has_probability(vars(config)):
                 return True
+            seen.add(id(config))
     return False
+
+
+def _has_probability(values: dict[str, Any]) -> bool:
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values.items())
 
 
 def drop(x: Tensor, p: float, mesh: DeviceMesh, src: Layout) -> Tensor:

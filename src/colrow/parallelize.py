@@ -178,10 +178,10 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
     if isinstance(module, Region | Block | LastNorm | Replicated):
         attributes |= {"sharded": site.sharded}
     if isinstance(module, Region):
-        attributes |= {"heads": site.heads, "sums_at_exit": isinstance(site.rule, rules.Moe)}
-        attributes |= {at: getattr(site.rule, at) for at in ("per_head", "residual") if hasattr(site.rule, at)}
+        attributes |= {"tp_heads": site.heads, "tp_sums": isinstance(site.rule, rules.Moe)}
+        attributes |= {f"tp_{at}": getattr(site.rule, at) for at in ("per_head", "residual") if hasattr(site.rule, at)}
     if isinstance(site.rule, rules.Block):
-        attributes |= {"last": site.rule.last}
+        attributes |= {"tp_last": site.rule.last}
     if isinstance(module, Dropout | ColumnLinear):
         attributes |= {"src": site.src}
     if site.transposed:

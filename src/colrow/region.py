@@ -52,17 +52,17 @@ class Region(SplitModule):
 
     Attributes:
         sharded: whether its input is this rank's tokens.
-        heads: attention's heads on every rank; None elsewhere.
-        per_head: names of arguments (batch x heads, ...).
-        residual: the name of an argument that is in the stream, as the output is.
-        sums_at_exit: whether what its layers give are terms, to be summed by g at its exit.
+        tp_heads: attention's heads on every rank; None elsewhere.
+        tp_per_head: names of arguments (batch x heads, ...).
+        tp_residual: the name of an argument that is in the stream, as the output is.
+        tp_sums: whether what its layers give are terms, to be summed by g at its exit.
     """
 
     sharded: bool
-    heads: Heads | None = None
-    per_head: tuple[str, ...] = ()
-    residual: str | None = None
-    sums_at_exit: bool = False
+    tp_heads: Heads | None = None
+    tp_per_head: tuple[str, ...] = ()
+    tp_residual: str | None = None
+    tp_sums: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, args, kwargs = self.stream_first(args, kwargs)
@@ -75,7 +75,7 @@ class Region(SplitModule):
             out = super().forward(whole, *args, **kwargs)
         if self.sharded:
             forget_shard(whole)
-        if self.sums_at_exit:
+        if self.tp_sums:
             out = leave(out, self.mesh, tokens)
             mark(out, tokens)
         self._mark_heads(out)
@@ -83,39 +83,39 @@ class Region(SplitModule):
 
     def _beside(self, name: str, value: Any, x: Tensor, whole: Tensor) -> Any:
         """An argument other than the input, in the layout that the module's code expects."""
-        if name == self.residual and name:
+        if name == self.tp_residual and name:
             return value
         if value is x:  # attention(x, x, x), say
             return whole
         if not self.sharded:  # under sequence parallelism the block has done it
             value = beside(value, self.mesh)
-        return value if self.heads is None else self._own_heads(name, value)
+        return value if self.tp_heads is None else self._own_heads(name, value)
 
     def _own_heads(self, name: str, value: Any) -> Any:
         """This rank's heads of a tensor that has all: a mask or bias (batch, heads, ...), or (batch x heads, ...)."""
-        if self.heads is None or not isinstance(value, Tensor) or noted_heads(value) is not None:
+        if self.tp_heads is None or not isinstance(value, Tensor) or noted_heads(value) is not None:
             return value
-        mine, total = self.heads.mine[self.mesh.get_local_rank()], sum(self.heads.true_heads)
+        mine, total = self.tp_heads.mine[self.mesh.get_local_rank()], sum(self.tp_heads.true_heads)
         index = torch.tensor(mine, device=value.device).clamp(min=0)
-        if name in self.per_head and value.dim() == 3:
+        if name in self.tp_per_head and value.dim() == 3:
             return value.unflatten(0, (-1, total)).index_select(1, index).flatten(0, 1)
         speaks_of_heads = value.dim() == 4 and 1 < total == value.shape[1]
-        if speaks_of_heads and ("mask" in name or "bias" in name or name in self.per_head):
+        if speaks_of_heads and ("mask" in name or "bias" in name or name in self.tp_per_head):
             return value.index_select(1, index)
         return value
 
     def _dropout(self) -> AbstractContextManager[Any]:
         if not self.training or not may_drop(self):
             return nullcontext()
-        heads = None if self.heads is None else self.heads.true_heads
+        heads = None if self.tp_heads is None else self.tp_heads.true_heads
         return FunctionalDropout(self.mesh, S(0) if self.sharded else I, heads, features=heads is None)
 
     def _mark_heads(self, out: Any) -> None:
         """Note on what comes beside the output (probabilities, a position bias) that it is of this rank's heads."""
-        if self.heads is not None and isinstance(out, tuple):
+        if self.tp_heads is not None and isinstance(out, tuple):
             for item in out[1:]:
-                if isinstance(item, Tensor) and item.dim() == 4 and item.shape[1] == self.heads.local_heads:
-                    mark_heads(item, self.heads.true_heads)
+                if isinstance(item, Tensor) and item.dim() == 4 and item.shape[1] == self.tp_heads.local_heads:
+                    mark_heads(item, self.tp_heads.true_heads)
 
 
 class Block(SplitModule):
@@ -125,11 +125,11 @@ class Block(SplitModule):
     A block that is called by itself, outside the model, takes and returns whole activations.
 
     Attributes:
-        last: whether its output is whole.
+        tp_last: whether its output is whole.
     """
 
     sharded: bool
-    last: bool = False
+    tp_last: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, args, kwargs = self.stream_first(args, kwargs)
@@ -149,8 +149,8 @@ class Block(SplitModule):
         with running(Call(tokens)), agreed, self._dropout():
             out = super().forward(x, *args, **kwargs)
         if outer is not None:
-            outer.tokens = None if self.last else tokens
-        if alone or self.last:
+            outer.tokens = None if self.tp_last else tokens
+        if alone or self.tp_last:
             return close(out, self, tokens)
         first = out[0] if isinstance(out, tuple) and out else out
         if isinstance(first, Tensor):

@@ -17,7 +17,7 @@ from colrow.layout import I, Layout, P, R, S
 from colrow.plan import Plan, Rule, Unit
 from colrow.resolved import OwnConfig, Resolved, Row, Site
 from colrow.split import Heads, Piece, Split, fused, split_heads
-from colrow.totality import REGIONS, check_forward, check_owners, check_partners
+from colrow.totality import REGIONS, check_forward, check_names, check_owners, check_partners
 
 _OTHER_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -45,6 +45,9 @@ def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = 
             given = f"it is the same module as {first.name}, with the rule {site.rule} here and {first.rule} there"
             raise PlanError(name, given, "one module has one rule", "Give both names the same rule")
     sites = tuple(seen.values())
+    for site in sites:
+        if site.rule is not None or site.grads:
+            check_names(site.name or type(model).__name__, modules[site.name])
     check_owners(params, found)
     check_partners(sites)
     return Resolved(tp, sequence_parallel, sites, _rows(model, sites, found))
@@ -102,7 +105,10 @@ class _Resolver:
             given = f"{rule} for a parameter of shape {tuple(size)}"
             raise PlanError(full, given, f"it has {len(size)} dimensions", "Name one of them")
         dim = rule.dim % len(size)
-        return Split(dim, fused(self._pieces(full, rule, rule.units, size[dim]), self.tp), self.tp)
+        pieces = self._pieces(full, rule, rule.units, size[dim])
+        if set(rule.units) == {Unit.FEATURES}:  # stacked experts: kernels for them take rows of 16 bytes
+            pieces = [replace(piece, align=8 if piece.units % 8 == 0 else 1) for piece in pieces]
+        return Split(dim, fused(pieces, self.tp), self.tp)
 
     def _patches(self, name: str, module: nn.Module, rule: rules.Attention) -> tuple[tuple[str, Any], ...]:
         """The numbers of heads that an attention module sees on one rank, by the attributes that hold them."""

@@ -25,12 +25,14 @@ from colrow.layout import chunk_sizes
 class Piece:
     """`units` units of `width` entries each.
 
-    `reads[rank]`, if given, names the units that a rank reads of a piece that stays whole at rest (-1: zeros).
+    `reads[rank]`, if given, names the units that a rank reads of a piece that stays whole at rest (-1: zeros). A rank
+    gets a multiple of `align` units, the last of which may be padding: fused kernels want that.
     """
 
     units: int
     width: int = 1
     reads: tuple[tuple[int, ...], ...] | None = None
+    align: int = 1
 
     @property
     def size(self) -> int:
@@ -41,6 +43,7 @@ class Piece:
         if self.reads is not None:
             return list(self.reads[rank])
         per = -(-self.units // ranks)
+        per += -per % self.align
         return [unit if unit < self.units else -1 for unit in range(rank * per, (rank + 1) * per)]
 
 

@@ -26,6 +26,14 @@ def check_forward(name: str, module: nn.Module, plain: type[nn.Module]) -> None:
     raise PlanError(name, given, f"what is split is an nn.{plain.__name__}, or adds to its forward", fix)
 
 
+def check_names(name: str, module: nn.Module) -> None:
+    """Refuse a module whose own attributes have the names that a split one needs."""
+    taken = [at for at in ("mesh", "splits", "sums", "grads", "sharded", "where") if at in vars(module)]
+    if taken:
+        given = f"{type(module).__name__} has an attribute named '{taken[0]}'"
+        raise PlanError(name, given, "a split module has its own under that name", "Rename the module's attribute")
+
+
 def check_owners(params: Mapping[str, Tensor], found: Mapping[str, Rule]) -> None:
     """Every parameter has an owner: a rule for it or for the module that holds it."""
     orphans = [name for name in params if name not in found and name.rpartition(".")[0] not in found]
