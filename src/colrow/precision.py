@@ -21,7 +21,8 @@ class KeepDouble(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in (*args, *kwargs.values())):
+            casts = func in (torch.Tensor.to, torch.Tensor.type) and torch.float32 in (*args[1:], *kwargs.values())
+            if func is torch.Tensor.float or casts:
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 kwargs = kwargs | {"dtype": torch.float64}

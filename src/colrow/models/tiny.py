@@ -95,9 +95,10 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             LANGUAGE[:3],
             own={"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2},
         ),
-        "phi3": Family("fused [q | k | v] and [gate | up]", own={"pad_token_id": 0}),
+        "phi3": Family("fused [q | k | v] and [gate | up]", own={"pad_token_id": 0, "eos_token_id": 2}),
         "gpt2": Family(
             "Conv1D layers, fused [q | k | v], learned positions",
+            own={"bos_token_id": 1, "eos_token_id": 2},
             names={"intermediate_size": "n_inner"},
         ),
         "gpt_neox": Family("[q k v] fused head by head, attention and MLP side by side"),
@@ -123,6 +124,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             ("AutoModelForSeq2SeqLM",),
             own={"d_kv": 8, "decoder_start_token_id": 0},
             names={"intermediate_size": "d_ff"},
+            like={"num_decoder_layers": "num_hidden_layers"},
         ),
         "vit": Family(
             "images: 196 patches and a class token",
@@ -168,8 +170,11 @@ def tiny(family: str, kind: str | None = None, *, dropout: float = 0.0, seed: in
     family, changes = resolve_alias(family, changes)
     known = FAMILIES[family]
     options = {name: changes.pop(name) for name in _IMPLEMENTATIONS if name in changes}
+    kind = kind or known.kinds[0]
+    if kind.endswith("SequenceClassification"):
+        changes.setdefault("pad_token_id", 0)  # it looks for a row's last token that is none
     config = tiny_config(family, dropout=dropout, **changes)
-    return randomize(from_config(config, kind or known.kinds[0], **{**known.options, **options}), seed)
+    return randomize(from_config(config, kind, **{**known.options, **options}), seed)
 
 
 def resolve_alias(name: str, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
