@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from colrow.layout import I, Layout, P, R, S, chunk_sizes
 
 MOVES: dict[str, tuple[str, str]] = {
-    f"{src} -> {dst}": (src, dst)
-    for src, dst in [("I", "R"), ("P", "I"), ("S", "R"), ("P", "S"), ("I", "S"), ("S", "I"), ("P", "R")]
+    f"{src} -> {dst}": (src, dst) for src, dst in ["IR", "PI", "SR", "PS", "IS", "SI", "PR", "RI", "IP"]
 }
 
 
@@ -50,6 +49,15 @@ def make(
     if at == P:
         return terms[mesh.get_local_rank()], torch.stack(terms).double().sum(0).to(dtype)
     return part(terms[0], at, mesh, sizes), terms[0]
+
+
+def summed(x: Tensor, at: Layout, mesh: DeviceMesh) -> Tensor:
+    """The value that a tensor in layout `at` stands for on this rank: the sum of the terms, for P."""
+    if at != P or mesh.size() == 1:
+        return x
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.get_group())
+    return total
 
 
 def inner(x: Tensor, y: Tensor, at: Layout, mesh: DeviceMesh) -> float:

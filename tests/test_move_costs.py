@@ -24,6 +24,8 @@ SENT = {  # move: forward, backward
     "I -> S": ({}, {"_allgather_base_": 1}),
     "S -> I": ({"_allgather_base_": 1}, {}),
     "P -> R": ({"allreduce_": 1}, {"allreduce_": 1}),
+    "R -> I": ({}, {}),
+    "I -> P": ({}, {}),
 }
 
 
@@ -67,10 +69,10 @@ def test_no_move_is_no_copy(ranks: Any) -> None:
 WRONG: dict[str, tuple[str, str]] = {
     "R -> P": (
         "LayoutError",
-        "colrow.move: there is no move R -> P; the moves are I -> R, P -> I, S -> R, P -> S, I -> S, S -> I, P -> R. "
-        "Go through one of them, or through two.",
+        "colrow.move: there is no move R -> P; the moves are I -> R, P -> I, S -> R, P -> S, I -> S, S -> I, P -> R, "
+        "R -> I, I -> P. Go through one of them, or through two.",
     ),
-    "R -> I": ("LayoutError", "colrow.move: there is no move R -> I; the moves are "),
+    "S(0) -> P": ("LayoutError", "colrow.move: there is no move S(0) -> P; the moves are "),
     "S(0) -> S(1)": ("LayoutError", "colrow.move: there is no move S(0) -> S(1); the moves are "),
     "no layout": ("LayoutError", "colrow.move(dst=): 'R' is not a layout; there are R, I, P and S(dim). Write "),
     "no mesh": ("LayoutError", "colrow.move: a NoneType where the mesh should be; a one-axis DeviceMesh is needed. "),
@@ -96,7 +98,7 @@ def wrong(case: str) -> None:
     rank = mesh.get_local_rank()
     arguments: dict[str, tuple[Tensor, Any, Any, Any]] = {
         "R -> P": (x, mesh, R, P),
-        "R -> I": (x, mesh, R, I),
+        "S(0) -> P": (x, mesh, S(0), P),
         "S(0) -> S(1)": (x, mesh, S(0), S(1)),
         "no layout": (x, mesh, I, "R"),
         "no mesh": (x, None, I, R),
