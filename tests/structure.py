@@ -40,7 +40,9 @@ ORDER = (
     "verify",
     "__init__",  # the public names: what stands above is the library, what stands below uses it
     "models",
+    "source",
     "options",
+    "model_options",
     "data",
     "show",
     "runs",

@@ -1,26 +1,30 @@
-"""The command line: `colrow train`, `colrow plan`. Exit codes: 0 done, 1 a rank failed, 2 wrong use."""
+"""The command line: `colrow train`, `verify`, `plan`, `families`.
+
+Exit codes: 0 done, or it holds; 1 a rank failed, or it does not hold; 2 wrong use.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, replace
+from typing import Annotated, Any
 
-import torch
 import tyro
 
 import colrow
-from colrow import runs
+from colrow import families, runs, source
 from colrow.errors import ColrowError, DataError
 from colrow.launch import RankFailedError, launch, leave, under_torchrun
-from colrow.models import GPT
+from colrow.model_options import FamiliesOptions, PlanOptions, VerifyOptions
+from colrow.models import tiny
 from colrow.options import TrainOptions
 from colrow.parallelize import find_plan
 from colrow.resolved import Resolved
 from colrow.show import Show
 from colrow.train import train
+from colrow.verify import verify
 
 DESCRIPTION = """Tensor and sequence parallelism in plain PyTorch.
 
@@ -28,9 +32,12 @@ Split it any way; only the memory and the time change.
 
 Try:
 
-  colrow train --tp 2              train a small GPT on two CPU ranks
-  colrow train --resume --tp 4     go on with it on four
-  colrow plan --tp 4               what each rank would hold
+  colrow train --tp 2                                    train a small GPT on two CPU ranks
+  colrow train --resume --tp 4                           go on with it on four
+  colrow verify --model llama --tp 3                     prove that a split equals one process
+  colrow verify --model path/to/model --tp 4             the same for a model of yours
+  colrow plan --model path/to/model --tp 4               what each rank would hold
+  colrow families                                        the models that are split without a plan
   torchrun --nproc-per-node 4 -m colrow train --tp 2     two replicas of two ranks
 
 COMMAND --help says more."""
@@ -40,25 +47,9 @@ MOST_RANKS = 64
 """Ranks that the command starts by itself: more is a slip of the keyboard."""
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Show what becomes of each parameter: its rule, its shape whole and on a rank, its bytes. Starts no ranks."""
-
-    model: Literal["gpt"] = "gpt"
-    """Which model."""
-    tp: int = 2
-    """Ranks to split it over."""
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    context: int = 64
-    vocab_size: int = 256
-    gated: bool = False
-    """SwiGLU and RMSNorm instead of GeLU and LayerNorm."""
-    rotary: bool = False
-    """Rotary positions instead of learned ones."""
-    json: bool = False
-    """Print one JSON object on stdout, and nothing else."""
+PATIENCE = 1800.0
+"""Seconds that the other ranks wait while the first one computes with the model whole."""
+Options = TrainOptions | VerifyOptions | PlanOptions | FamiliesOptions
 
 
 def main() -> None:
@@ -73,10 +64,15 @@ def run(arguments: Sequence[str]) -> int:
     """Carry out a command line and return its exit code. What the user can mend is one line on stderr."""
     options = parse(arguments)
     try:
-        if isinstance(options, PlanOptions):
-            show_plan(options)
-        else:
-            run_training(options, arguments)
+        match options:
+            case VerifyOptions():
+                return run_verify(options)
+            case PlanOptions():
+                show_plan(options)
+            case FamiliesOptions():
+                list_families(options)
+            case TrainOptions():
+                run_training(options, arguments)
     except RankFailedError as error:
         print(f"{error.traceback}colrow: error: {error}", file=sys.stderr)
         return 1
@@ -89,13 +85,15 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str], defaults: TrainOptions | None = None) -> TrainOptions | PlanOptions:
+def parse(arguments: Sequence[str], defaults: TrainOptions | None = None) -> Options:
     """tyro's reading of a command line; its own errors, and --help, leave by SystemExit (2, and 0)."""
     kinds = (
         Annotated[TrainOptions, tyro.conf.subcommand("train", default=defaults or TrainOptions(), prefix_name=False)],
+        Annotated[VerifyOptions, tyro.conf.subcommand("verify", default=VerifyOptions(), prefix_name=False)],
         Annotated[PlanOptions, tyro.conf.subcommand("plan", default=PlanOptions(), prefix_name=False)],
+        Annotated[FamiliesOptions, tyro.conf.subcommand("families", default=FamiliesOptions(), prefix_name=False)],
     )
-    kind: Any = kinds[0] | kinds[1]
+    kind: Any = kinds[0] | kinds[1] | kinds[2] | kinds[3]
     return tyro.cli(kind, prog="colrow", description=DESCRIPTION, args=arguments)
 
 
@@ -107,35 +105,56 @@ def run_training(options: TrainOptions, arguments: Sequence[str]) -> None:
         if isinstance(resumed, TrainOptions):
             options = replace(resumed, out=folder)
     options.check()
-    if options.tp > MOST_RANKS and not under_torchrun():
-        given, fix = f"{options.tp} ranks", "Give fewer, or use torchrun"
-        raise DataError("--tp", given, f"at most {MOST_RANKS} are started on one machine", fix)
+    check_ranks(options.tp)
     result = launch(train, options, ranks=options.tp)
     if options.json and result is not None:
         print(json.dumps(result), flush=True)
 
 
+def check_ranks(tp: int) -> None:
+    """Refuse more ranks than the command starts by itself."""
+    if tp > MOST_RANKS and not under_torchrun():
+        given, fix = f"{tp} ranks", "Give fewer, or use torchrun"
+        raise DataError("--tp", given, f"at most {MOST_RANKS} are started on one machine", fix)
+
+
+def run_verify(options: VerifyOptions) -> int:
+    """`colrow verify`: the exit code says whether it holds."""
+    options.check()
+    check_ranks(options.tp)
+    model = source.find(options.model)
+    show = Show(talks=True, to_stderr=options.json)
+    with show.working(f"{options.model} on {options.tp} ranks and on one"):
+        verdict = launch(verify, model, options.settings(), ranks=options.tp, timeout=PATIENCE)
+    if verdict is None:  # under torchrun the first rank speaks
+        return 0
+    if options.json:
+        print(json.dumps(verdict.as_json(), allow_nan=False), flush=True)
+    else:
+        show.verdict(options.model, verdict, verbose=options.verbose)
+    return 0 if verdict.ok else 1
+
+
 def show_plan(options: PlanOptions) -> None:
     """`colrow plan`: everything is decided on meta tensors."""
-    if options.tp < 1:
-        raise DataError("--tp", str(options.tp), "a positive number is needed", "Give --tp another value")
-    training = TrainOptions(
-        layers=options.layers,
-        width=options.width,
-        heads=options.heads,
-        context=options.context,
-        vocab_size=options.vocab_size,
-        gated=options.gated,
-        rotary=options.rotary,
-    )
-    training.check()
-    with torch.device("meta"):
-        model = GPT(training.model(options.vocab_size))
+    options.check()
+    model = options.on_meta()
     resolved = colrow.resolve(model, find_plan(model), options.tp)
     if options.json:
         print(json.dumps(plan_numbers(resolved)))
     else:
         Show(talks=True, to_stderr=False).split(resolved)
+
+
+def list_families(options: FamiliesOptions) -> None:
+    """`colrow families`: those that are split without a plan, and are built in."""
+    known = [(name, family) for name, family in tiny.FAMILIES.items() if name in families.FAMILIES]
+    aliases = {name: family for name, (family, _) in tiny.ALIASES.items() if family in families.FAMILIES}
+    if options.json:
+        listed = [{"name": name, "note": family.note, "classes": list(family.kinds)} for name, family in known]
+        print(json.dumps({"families": listed, "aliases": aliases}))
+    else:
+        Show(talks=True, to_stderr=False).families(known, aliases)
 
 
 def plan_numbers(resolved: Resolved) -> dict[str, Any]:

@@ -1,17 +1,22 @@
-"""What a training run tells a person: a progress bar on a terminal, plain lines elsewhere."""
+"""What a command tells a person: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from colrow.models.tiny import Family
 from colrow.resolved import Resolved
+from colrow.verify import Verdict
+
+WORST = 5
+"""Gradients that a verdict shows, unless it is asked for all."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,60 @@ class Show:
     def line(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style))
 
-    def split(self, resolved: Resolved) -> None:
-        """What is split and how: one line for the parameters of all blocks that are alike."""
-        rows = [("parameter", "", "rule", "whole", "per rank")]
-        rows += [(name, f"x{n}" if n > 1 else "", *rest) for (name, *rest), n in groups(resolved).items()]
+    def table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Columns as wide as they need; the first row is their names."""
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for number, row in enumerate(rows):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             self.line("  ".join(cells).rstrip(), style="" if number else "bold")
+
+    def working(self, text: str) -> AbstractContextManager[object]:
+        """A spinner on a terminal, for as long as the ranks work."""
+        if not self.console.is_terminal or self.console.quiet:
+            return nullcontext()
+        return self.console.status(text)
+
+    def verdict(self, model: str, verdict: Verdict, *, verbose: bool) -> None:
+        """Whether it holds, the errors beside what they may be, the worst gradients, and what to do next."""
+        v, loss = verdict, verdict.loss
+        mode = "tensor and sequence parallel" if v.sequence_parallel else "tensor parallel"
+        said = "holds: the split model equals one process" if v.ok else "DOES NOT HOLD: the split model differs"
+        whole = "in one process" + (" in float64" if v.dtype != "float64" else "")
+        self.line(f"{said}\n", style="bold green" if v.ok else "bold red")
+        self.line(f"{model}, tp {v.tp}, {mode}, {v.dtype}{f', dropout {v.dropout}' if v.dropout else ''}\n")
+        found = {
+            "loss": (loss.rel_error, f"{loss.parallel:.6f}, and {loss.reference:.6f} {whole}"),
+            "logits": (v.logits_rel_error, ""),
+            "gradients": (v.max_grad_rel_error, f"the worst of {len(v.parameters)} parameters"),
+            "grad_norm": (v.grad_norm_rel_error, ""),
+            "step": (v.step_rel_error, "the weights after one step of AdamW"),
+        }
+        rows = [("", "rel. error", "may be", "")]
+        rows += [(name, f"{error:.1e}", f"{v.tolerance[name]:.1e}", note) for name, (error, note) in found.items()]
+        self.table([*rows, ("replicas", "equal" if v.replicas_equal else "DIFFER", "equal", "bit for bit")])
+        ordered = sorted(v.parameters, key=lambda g: g.rel_error if g.rel_error == g.rel_error else float("inf"))
+        shown = v.parameters if verbose else ordered[::-1][:WORST]
+        title = "gradient of" if verbose else "worst gradients"
+        self.line("")
+        self.table([(title, "rel. error"), *((g.name, f"{g.rel_error:.1e}") for g in shown)])
+        self.line("\nnext:", style="bold")
+        for line in _next_steps(model, v):
+            self.line(f"  {line}")
+
+    def families(self, known: Iterable[tuple[str, Family]], aliases: Mapping[str, str]) -> None:
+        """One line a family: its name, what is particular to it, and the classes it is known in."""
+        rows = [("family", "particular", "AutoModel")]
+        self.table([*rows, *((name, f.note, " ".join(map(_short_class, f.kinds))) for name, f in known)])
+        self.line(f"\nalso built in: {', '.join(f'{name} ({what})' for name, what in aliases.items())}")
+        self.line("\nnext:", style="bold")
+        self.line("  colrow verify --model llama --tp 3    prove that a split equals one process")
+        self.line("  colrow plan --model llama --tp 3      what each rank would hold")
+
+    def split(self, resolved: Resolved) -> None:
+        """What is split and how: one line for the parameters of all blocks that are alike."""
+        rows = [("parameter", "", "rule", "whole", "per rank")]
+        rows += [(name, f"x{n}" if n > 1 else "", *rest) for (name, *rest), n in groups(resolved).items()]
+        self.table(rows)
         here, whole = sum(row.bytes_per_rank for row in resolved.rows), whole_bytes(resolved)
         mode = "tensor and sequence parallel" if resolved.sequence_parallel else "tensor parallel"
         part = f"{size(here)} of {size(whole)} of parameters ({here / whole:.0%})"
@@ -84,6 +135,25 @@ class Training:
     def validation(self, step: int, loss: float, before: float | None) -> None:
         change = "" if before is None else f"  ({loss - before:+.4f})"
         self.show.line(f"step {step:>5}  validation loss {loss:.4f}{change}", style="bold")
+
+
+def _short_class(kind: str) -> str:
+    """`ForCausalLM`; the base model has a name of its own."""
+    return kind.removeprefix("AutoModel") or "(base)"
+
+
+def _next_steps(model: str, v: Verdict) -> list[str]:
+    """What to type after a verdict."""
+    if v.ok:
+        tp = f"colrow verify --model {model} --tp {v.tp + 1}"
+        return [f"{tp:<44}  another degree", 'colrow.parallelize(model, mesh["tp"])         split it in your own code']
+    steps = [f"colrow plan --model {model} --tp {v.tp}    the rule of each parameter: look at those of the worst"]
+    again = f"colrow verify --model {model} --tp {v.tp}"
+    if v.dtype != "float64":
+        return [f"{again}    in float64: whether it is rounding or a fault", *steps]
+    if v.sequence_parallel:
+        steps.append(f"{again} --no-sequence-parallel    whether sequence parallelism is at fault")
+    return steps
 
 
 def groups(resolved: Resolved) -> dict[tuple[str, str, str, str], int]:

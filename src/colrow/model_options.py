@@ -1,0 +1,122 @@
+"""The options of the commands that look at a model: `colrow verify`, `colrow plan`, `colrow families`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import nn
+
+from colrow.errors import DataError
+from colrow.models import GPT
+from colrow.options import TrainOptions
+from colrow.source import OWN, OwnModel, find
+from colrow.verify import Settings
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Prove that a split equals one process: loss, logits, every gradient and the weights after a step, at any --tp.
+
+    Without ranks at hand it starts its own, on the CPU. Exit code: 0 holds, 1 does not hold, 2 wrong use.
+
+    Try:
+
+      colrow verify --model llama --tp 3
+
+      colrow verify --model path/to/model --tp 4 --json
+    """
+
+    model: str = OWN
+    """A Hugging Face folder (config.json and *.safetensors), a config.json (random weights), or the name of a tiny
+    built-in model: `colrow families` lists them."""
+    tp: int = 2
+    """Ranks to split it over; it need not divide anything."""
+    sequence_parallel: bool = True
+    """Keep norms, dropout and residuals on 1/tp of the tokens."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """float64 asks whether the algebra is right. The others ask whether the split is as exact as one process in that
+    dtype, both measured against float64."""
+    dropout: float = 0.0
+    """Every probability of dropout in the model. Above 0 the comparison is with colrow on one rank, whose masks are
+    the same."""
+    seed: int = 0
+    """Rules random weights, the batch and dropout."""
+    verbose: bool = False
+    """Show the gradient of every parameter, not the worst few."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else."""
+
+    def check(self) -> None:
+        """Raises: DataError: says which option no run can have."""
+        _check_tp(self.tp)
+        if not (math.isfinite(self.dropout) and 0 <= self.dropout < 1):
+            raise DataError("--dropout", str(self.dropout), "a probability below 1 is needed", "Give 0.1, say")
+
+    def settings(self) -> Settings:
+        return Settings(self.tp, self.sequence_parallel, self.dtype, self.dropout, self.seed)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Show what becomes of each parameter: its rule, its shape whole and on a rank, its bytes. Starts no ranks.
+
+    The model is not loaded: a config is enough, so the largest takes seconds.
+    """
+
+    model: str = OWN
+    """A Hugging Face folder or config.json, or the name of a tiny built-in model: `colrow families` lists them. `gpt`
+    takes the sizes below."""
+    tp: int = 2
+    """Ranks to split it over; it need not divide anything."""
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 64
+    vocab_size: int = 256
+    gated: bool = False
+    """SwiGLU and RMSNorm instead of GeLU and LayerNorm."""
+    rotary: bool = False
+    """Rotary positions instead of learned ones."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else."""
+
+    def check(self) -> None:
+        """Raises: DataError: says which option no model can have."""
+        _check_tp(self.tp)
+        if self.model == OWN:
+            self._training().check()
+            return
+        given = next((f.name for f in fields(self) if f.name in _SIZES and getattr(self, f.name) != f.default), None)
+        if given is not None:
+            option, allowed = f"--{given.replace('_', '-')}", f"it is for --model {OWN}; other models have a config"
+            raise DataError(option, f"given with --model {self.model}", allowed, "Leave it out")
+
+    def on_meta(self) -> nn.Module:
+        """The model, without memory."""
+        source = find(self.model)
+        if not isinstance(source, OwnModel):
+            return source.on_meta()
+        with torch.device("meta"):
+            return GPT(self._training().model(self.vocab_size))
+
+    def _training(self) -> TrainOptions:
+        return TrainOptions(**{name: getattr(self, name) for name in _SIZES})
+
+
+_SIZES = ("layers", "width", "heads", "context", "vocab_size", "gated", "rotary")
+
+
+@dataclass(frozen=True)
+class FamiliesOptions:
+    """List the families of models that are split without a plan. Each name is also a tiny built-in model."""
+
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else."""
+
+
+def _check_tp(tp: int) -> None:
+    if tp < 1:
+        raise DataError("--tp", str(tp), "a positive number is needed", "Give --tp another value")
