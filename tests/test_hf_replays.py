@@ -226,7 +226,7 @@ def loaded(family: str, state: dict[str, Tensor], changes: dict[str, Any], split
 def test_VOC_2_FUSE_3_trained_at_one_degree_and_loaded_at_others(
     ranks: Any, size: int, family: str, changes: dict[str, Any]
 ) -> None:
-    """Two steps, then an export that transformers' own class loads strictly; at other degrees it gives the same logits."""
+    """Two steps, then an export that transformers' class loads strictly; other degrees give the same logits."""
     state, want = ranks(size).run(trained, family, 2, changes)[0]
     assert relative(loaded(family, state, changes, split=False), want) <= 1e-5
     assert relative(ranks(3).run(loaded, family, state, changes)[0], want) <= 1e-5
