@@ -35,7 +35,12 @@ class SplitModule(Watched):
     grads: dict[str, Layout]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.origin.forward(self._in_flight(), *args, **kwargs)
+        view = self._in_flight()
+        out = self.origin.forward(view, *args, **kwargs)
+        if view is not self:  # what the author's code has set on itself stays: a counter, the last router logits, ...
+            mine = vars(self)
+            mine.update({k: v for k, v in vars(view).items() if k != "_parameters" and mine.get(k, view) is not v})
+        return out
 
     def stream_first(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
