@@ -154,6 +154,7 @@ def test_parameters_of_other_kinds_on_the_ranks(ranks: Any, what: str) -> None:
 
 VERBS: dict[str, Callable[[nn.Module], Any]] = {
     "colrow.full_state_dict": colrow.full_state_dict,
+    "colrow.full_grads": colrow.full_grads,
     "colrow.clip_grad_norm_": lambda model: colrow.clip_grad_norm_(model, 1.0),
     "colrow.replica_drift": colrow.replica_drift,
     "colrow.sync_replicas": colrow.sync_replicas,

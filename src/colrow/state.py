@@ -33,7 +33,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def full_grads(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients that there are, as the unsplit model would have them: true sizes, plain tensors, on every rank."""
+    """The gradients that there are, as the unsplit model would have them: true sizes, plain tensors, on every rank.
+
+    Raises:
+        PlanError: the model is not split.
+    """
+    require_split(model, "colrow.full_grads")
     return {name: unshard(param.grad, split) for name, param, split in named_parts(model) if param.grad is not None}
 
 

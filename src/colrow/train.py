@@ -140,7 +140,8 @@ def compare_first_step(run: Run, show: Show) -> None:
     colrow.seed(one, mix(o.seed, 0))
     want = whole(*batch)
     want.backward()
-    wanted = colrow.full_grads(whole)
+    plain = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
+    wanted = colrow.full_grads(whole) if o.dropout else plain
     worst = max(float((grads[n] - g).abs().max() / g.abs().max().clamp(min=1e-30)) for n, g in wanted.items())
     verdict, style = ("equals", "bold") if worst <= EQUAL[o.dtype] else ("DIFFERS from", "bold red")
     show.line(
