@@ -6,7 +6,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test lint families clean
 
 help: ## show this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -24,6 +24,9 @@ lint: $(INSTALLED) ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+families: $(INSTALLED) ## compare every family with one process, and write docs/families.md (some minutes)
+	$(BIN)/python tools/families.py
+
 clean: ## remove the virtual environment and all caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -35,5 +38,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		|| { echo "colrow needs Python 3.11 or newer; $(PYTHON) is older: run make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "Installing into .venv: PyTorch is large, so this can take some minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf,dev]'
 	@touch $@

@@ -16,6 +16,7 @@ import torch
 
 import colrow
 from colrow import cli
+from colrow.families import FAMILIES
 from colrow.models import GPT
 from colrow.options import TrainOptions
 from colrow.parallelize import find_plan
@@ -153,6 +154,8 @@ def test_help_teaches(capfd: pytest.CaptureFixture[str]) -> None:
         (["--help"], "colrow train --tp 2"),
         (["train", "--help"], "--resume"),
         (["plan", "-h"], "--tp"),
+        (["verify", "-h"], "colrow verify --model llama --tp 3"),
+        (["families", "-h"], "--json"),
     ):
         with pytest.raises(SystemExit) as left:
             cli.run(arguments)
@@ -186,3 +189,44 @@ def test_the_plan_for_people(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "--tp", "2"]) == 0
     out, err = capfd.readouterr()
     assert err == "" and "blocks.*.mlp.up.weight" in out and "256x128" in out
+
+
+def test_the_plan_of_a_large_model_needs_its_config_alone(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **sizes}
+    Path("config.json").write_text(json.dumps(config))
+    assert cli.run(["plan", "--model", "config.json", "--tp", "3", "--json"]) == 0
+    plan: dict[str, Any] = json.loads(capfd.readouterr().out)
+    by_name = {row["name"]: row for row in plan["parameters"]}
+    assert by_name["model.layers.79.self_attn.q_proj.weight"] == {
+        "name": "model.layers.79.self_attn.q_proj.weight",
+        "rule": "Column(heads)",
+        "global_shape": [8192, 8192],
+        "local_shape": [9 * 1024 // 3, 8192],  # eight groups of eight heads, a ninth one padded
+        "padding": 1024,
+        "bytes_per_rank": 3072 * 8192 * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp", "0"], "--tp: 0; a positive number is needed"),
+        (["--model", "lama"], "--model lama: there is no such model or path"),
+        (["--model", "llama", "--layers", "3"], "--layers: given with --model llama; it is for --model gpt"),
+    ],
+)
+def test_wrong_use_of_plan(arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and err.startswith(f"colrow: error: {says}"), err
+
+
+def test_the_families_for_people_and_for_scripts(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["families"]) == 0
+    shown = capfd.readouterr().out
+    assert cli.run(["families", "--json"]) == 0
+    listed = json.loads(capfd.readouterr().out)
+    assert {family["name"] for family in listed["families"]} == set(FAMILIES) - {"colrow-gpt"}
+    assert all(family["name"] in shown and family["note"] in shown for family in listed["families"])
+    assert listed["aliases"] == {"gemma3": "gemma3_text", "smollm": "llama"}

@@ -20,13 +20,8 @@ from colrow.verify import Settings
 class VerifyOptions:
     """Prove that a split equals one process: loss, logits, every gradient and the weights after a step, at any --tp.
 
-    Without ranks at hand it starts its own, on the CPU. Exit code: 0 holds, 1 does not hold, 2 wrong use.
-
-    Try:
-
-      colrow verify --model llama --tp 3
-
-      colrow verify --model path/to/model --tp 4 --json
+    It starts its own ranks, on the CPU, or runs under torchrun. Exit code: 0 holds, 1 does not hold, 2 wrong use. Begin
+    with colrow verify --model llama --tp 3; then give a folder of yours.
     """
 
     model: str = OWN
@@ -67,8 +62,8 @@ class PlanOptions:
     """
 
     model: str = OWN
-    """A Hugging Face folder or config.json, or the name of a tiny built-in model: `colrow families` lists them. `gpt`
-    takes the sizes below."""
+    """A Hugging Face folder or config.json, or the name of a tiny built-in model: `colrow families` lists them. The
+    sizes below are for `gpt`."""
     tp: int = 2
     """Ranks to split it over; it need not divide anything."""
     layers: int = 4

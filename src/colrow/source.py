@@ -77,10 +77,9 @@ class Saved:
                 model = found.from_pretrained(self.path, config=config, local_files_only=True, use_safetensors=True)
         else:
             model = tiny.randomize(tiny.from_config(config, kind), seed)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = dropout  # some are written into the model's code
-        return model
+        eager: Any = model
+        eager.set_experts_implementation("eager")  # fused kernels know no float64; without experts it does nothing
+        return tiny.same_dropout(model, dropout)
 
     def batch(self, model: nn.Module, *, seed: int) -> dict[str, Tensor]:
         return tiny.batch(model, seed)

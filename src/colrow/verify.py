@@ -31,7 +31,8 @@ EQUAL = 1e-9
 """In double throughout, rounding is near 1e-15 and a lost or doubled term of order 1: this lies far from both."""
 FACTOR = 3.0
 """A shorter dtype: the largest of many rounding errors is a matter of luck. Over all families it differed between two
-orders of sums by up to 1.7 in float32, and by up to 2.7 in bfloat16, where a ReLU near zero falls to either side."""
+orders of sums by up to 2.7. Where a ReLU is near zero bfloat16 falls to either side. A router of experts near a tie may
+even send a token elsewhere, which no factor allows for."""
 FLOOR = 8.0
 """In units of the dtype's precision: one process may be exact by luck."""
 SMALL_GRADIENT = 1e-3

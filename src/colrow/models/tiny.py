@@ -174,7 +174,7 @@ def tiny(family: str, kind: str | None = None, *, dropout: float = 0.0, seed: in
     if kind.endswith("SequenceClassification"):
         changes.setdefault("pad_token_id", 0)  # it looks for a row's last token that is none
     config = tiny_config(family, dropout=dropout, **changes)
-    return randomize(from_config(config, kind, **{**known.options, **options}), seed)
+    return same_dropout(randomize(from_config(config, kind, **{**known.options, **options}), seed), dropout)
 
 
 def resolve_alias(name: str, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -212,6 +212,14 @@ def set_dropout(config: Any, probability: float) -> Any:
         if ("dropout" in name or "pdrop" in name or "layerdrop" in name) and isinstance(value, int | float):
             setattr(config, name, 0.0 if "layerdrop" in name else probability)
     return config
+
+
+def same_dropout(model: nn.Module, probability: float) -> nn.Module:
+    """Set the probability of every dropout layer, in place: some are written into a model's code, not its config."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+    return model
 
 
 def randomize(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:

@@ -1,0 +1,212 @@
+"""`colrow verify` says yes to what holds, no to what does not, and what is wrong with a command that cannot be run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import colrow
+from colrow import cli, verify
+from colrow.models.tiny import tiny
+from colrow.params import local_of
+from colrow.source import OwnModel, Tiny, find
+from colrow.verify import Settings, Step, Verdict, judge, relative
+
+KEYS = {"ok", "tp", "sequence_parallel", "loss", "logits_rel_error", "max_grad_rel_error", "parameters"} | {
+    "first_divergence", "grad_norm_rel_error", "step_rel_error", "replicas_equal", "dtype", "dropout", "tolerance",
+}  # fmt: skip
+WEIGHT = "blocks.1.norm_2.weight"
+UP = "blocks.1.mlp.up.weight"
+
+
+def test_the_contract(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["verify", "--model", "qwen3", "--tp", "3", "--no-sequence-parallel", "--json"]) == 0
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert found.keys() == KEYS and found["ok"] is True and found["first_divergence"] is None
+    assert (found["tp"], found["sequence_parallel"], found["dtype"]) == (3, False, "float64")
+    assert found["loss"]["reference"] == pytest.approx(found["loss"]["parallel"], rel=1e-9)
+    assert 0 < found["max_grad_rel_error"] == max(p["rel_error"] for p in found["parameters"]) < 1e-9
+    assert [p["name"] for p in found["parameters"]] == [name for name, _ in tiny("qwen3").named_parameters()]
+
+
+def test_a_folder_for_people(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model: Any = tiny("gpt2", "AutoModelForTokenClassification")
+    model.save_pretrained(tmp_path)
+    assert cli.run(["verify", "--model", str(tmp_path), "--tp", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("holds") and "score" not in err and "colrow verify" in out, (out, err)
+
+
+def scaled(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    split = colrow.parallelize(model, mesh, **options)
+    with torch.no_grad():
+        local_of(split.get_parameter(WEIGHT)).mul_(1 + 1e-6)
+    return split
+
+
+def half_a_gradient(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    split = colrow.parallelize(model, mesh, **options)
+    split.get_parameter(UP).register_hook(lambda grad: grad / 2)
+    return split
+
+
+def drifted(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    split = colrow.parallelize(model, mesh, **options)
+    with torch.no_grad():
+        local_of(split.get_parameter(WEIGHT)).add_(1e-12 * dist.get_rank())
+    return split
+
+
+FAULTS = {
+    scaled: {"loss", "logits", "gradients", "grad_norm", "step"},
+    half_a_gradient: {"gradients", "grad_norm", "step"},
+    drifted: set(),
+}
+
+
+def wrong(v: Verdict) -> set[str]:
+    errors = {"loss": v.loss.rel_error, "logits": v.logits_rel_error, "gradients": v.max_grad_rel_error}
+    errors |= {"grad_norm": v.grad_norm_rel_error, "step": v.step_rel_error}
+    return {name for name, error in errors.items() if error > v.tolerance[name]}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found_and_every_rank_says_so(ranks: Any, fault: Any) -> None:
+    found = ranks(2).run(verify.verify, OwnModel(), Settings(), fault)
+    assert found[0] == found[1], "the first rank's verdict is everyone's"
+    assert not found[0].ok and wrong(found[0]) == FAULTS[fault]
+    assert found[0].replicas_equal == (fault is not drifted)
+    if fault is half_a_gradient:
+        worst = max(found[0].parameters, key=lambda g: g.rel_error)
+        assert worst.name == UP and worst.rel_error == pytest.approx(0.5)
+
+
+def verify_faulty(source: Any, settings: Settings) -> Verdict:
+    return verify.verify(source, settings, half_a_gradient)
+
+
+def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "verify", verify_faulty)
+    assert cli.run(["verify", "--tp", "2"]) == 1
+    out, err = capfd.readouterr()
+    assert out.startswith("DOES NOT HOLD") and UP in out and "colrow plan" in out and err == ""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shorter_dtype_is_measured_against_double(ranks: Any, dtype: Any) -> None:
+    settings = Settings(dtype=dtype)
+    good = ranks(2).run(verify.verify, Tiny("llama"), settings)[0]
+    assert good.ok and good.max_grad_rel_error > torch.finfo(getattr(torch, dtype)).eps
+    assert not ranks(2).run(verify.verify, OwnModel(), settings, half_a_gradient)[0].ok
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "tp"])
+@pytest.mark.parametrize("source", [OwnModel(), Tiny("bert")], ids=["gpt", "bert"])
+def test_dropout_is_compared_with_one_rank(ranks: Any, source: Any, sequence_parallel: bool) -> None:
+    settings = Settings(sequence_parallel=sequence_parallel, dropout=0.3)
+    dropped, kept = (ranks(2).run(verify.verify, source, s)[0] for s in (settings, replace(settings, dropout=0.0)))
+    assert dropped.ok and kept.ok
+    assert abs(dropped.loss.reference - kept.loss.reference) > 1e-3, "nothing was dropped"
+
+
+def step(**grads: float) -> Step:
+    tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in grads.items()}
+    one = torch.ones(1, dtype=torch.float64)
+    return Step(one, one, tensors, one, {"w": one})
+
+
+def test_a_zero_gradient_is_measured_by_the_others() -> None:
+    exact = step(w=1.0, k=0.0)
+    assert judge(step(w=1.0, k=1e-17), exact, exact, Settings()).ok
+    assert not judge(step(w=1.0, k=1e-11), exact, exact, Settings()).ok
+    assert relative(torch.ones(1), torch.zeros(1)) > 1, "nothing to divide by is no error of python's"
+
+
+def test_what_is_missing_or_no_number_does_not_hold() -> None:
+    exact = step(w=1.0, k=0.5)
+    missing = judge(step(w=1.0), exact, exact, Settings())
+    assert not missing.ok and [g.rel_error for g in missing.parameters] == [0.0, 1.0]
+    spoilt = judge(step(w=1.0, k=math.nan), exact, exact, Settings())
+    assert not spoilt.ok and spoilt.as_json()["parameters"][1]["rel_error"] is None
+    bad_logits: Tensor = torch.full((1,), math.nan, dtype=torch.float64)
+    assert not judge(replace(exact, logits=bad_logits), exact, exact, Settings()).ok
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    contents = {
+        "empty/readme.md": "",
+        "broken/config.json": "{",
+        "nameless/config.json": "{}",
+        "unknown/config.json": '{"model_type": "lama"}',
+        "quantised/config.json": '{"model_type": "llama", "quantization_config": {}}',
+        "pickled/config.json": '{"model_type": "llama"}',
+        "pickled/pytorch_model.bin": "",
+        "strange/config.json": '{"model_type": "llama", "architectures": ["MyLlama"]}',
+        "damaged/config.json": '{"model_type": "llama"}',
+        "damaged/model.safetensors": "no tensors",
+    }
+    for name, text in contents.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp", "0"], "--tp: 0; a positive number is needed"),
+        (["--tp", "1000"], "--tp: 1000 ranks; at most 64"),
+        (["--dropout", "1"], "--dropout: 1.0; a probability below 1"),
+        (["--dropout", "nan"], "--dropout: nan;"),
+        (["--model", "lama"], "--model lama: there is no such model or path; it may be a folder, a config.json, or a "),
+        (["--model", "empty"], "--model empty: the folder has no config.json"),
+        (["--model", "broken"], "--model broken: config.json is not readable JSON"),
+        (["--model", "nameless/config.json"], "--model nameless/config.json: config.json names no model_type"),
+        (["--model", "quantised"], "--model quantised: its weights are quantised"),
+        (["--model", "pickled"], "--model pickled: its weights are pickled (*.bin)"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(
+    folders: None, arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["verify", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith(f"colrow: error: {says}"), err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("unknown", "its config cannot be used"),
+        ("strange", "its class is MyLlama"),
+        ("damaged", "its weights cannot be loaded"),
+    ],
+)
+def test_a_folder_that_only_transformers_can_refuse(folders: None, name: str, says: str) -> None:
+    with pytest.raises(colrow.DataError, match=f"--model {name}: {says}"):
+        find(name).build(dropout=0.0, seed=0)
+
+
+def test_transformers_that_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    assert cli.run(["verify", "--model", "llama"]) == 2
+    assert "pip install 'colrow[hf]'" in capfd.readouterr().err
+
+
+def test_near_misses_are_named() -> None:
+    with pytest.raises(colrow.DataError, match="built-in model such as 'llama'"):
+        find("lama")
