@@ -33,15 +33,7 @@ DIVIDE: dict[str, Any] = {
     "intermediate_size": 96,
     "vocab_size": 72,
 }
-DO_NOT: dict[str, Any] = {
-    "hidden_size": 40,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "intermediate_size": 70,
-    "vocab_size": 61,
-}
-FEW: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
-"""Fewer key/value heads than ranks, in groups that three and four ranks cut."""
+"""Sizes that all degrees divide."""
 VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "llama": ({"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},),
     "gpt2": ({"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True},),
@@ -101,7 +93,7 @@ def cases() -> list[Case]:
         if name not in families.FAMILIES:
             continue
         usual, *others = family.kinds
-        models = [(usual, changes) for changes in (DIVIDE, DO_NOT, FEW, *VARIANTS.get(name, ()))]
+        models = [(usual, changes) for changes in (DIVIDE, tiny.ODD, tiny.MANY, *VARIANTS.get(name, ()))]
         models += [(kind, {}) for kind in others]
         found += [Case(name, kind, tuple(own.items()), sp) for kind, own in models for sp in (True, False)]
     return found

@@ -29,6 +29,20 @@ SIZES: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 """The sizes of all families, by their usual names. A family leaves out those that it does not have."""
+ODD: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "intermediate_size": 70,
+        "vocab_size": 61,
+    }
+)
+"""Sizes that 2, 3 and 4 do not divide."""
+MANY: Final[Mapping[str, int]] = MappingProxyType(
+    {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+)
+"""Many query heads for each key/value head: fewer of these than ranks, in groups that 3 and 4 ranks cut."""
 
 LANGUAGE: Final = (
     "AutoModelForCausalLM",
