@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from colrow import comm, families
 from colrow import plan as rules
@@ -26,6 +29,7 @@ from colrow.params import agree, shard
 from colrow.plan import Plan
 from colrow.region import Block, LastNorm, Region
 from colrow.resolve import Resolved, Site, resolve
+from colrow.split import Split
 
 _MIXINS: dict[type[rules.Rule], type[nn.Module]] = {
     rules.Replicated: Replicated,
@@ -75,10 +79,8 @@ def parallelize(
         RankError: the ranks have different models or plans.
     """
     check_mesh(mesh, "colrow.parallelize")
-    resolved = _resolve_alike(model, mesh, plan, sequence_parallel)
-    _apply(model, mesh, resolved)
-    become(model, Model)
-    vars(model)["checks_left"] = check_inputs
+    resolved = resolve_alike(model, mesh, plan, sequence_parallel, check_resettable)
+    apply(model, mesh, resolved, _own_values(model, mesh), check_inputs)
     return model
 
 
@@ -99,14 +101,19 @@ def find_plan(model: nn.Module, plan: Plan | None = None) -> Plan:
     return plan | family
 
 
-def _resolve_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, sequence_parallel: bool) -> Resolved:
-    """Resolve, and make sure that every rank did, to the same end: an error on one is an error on all."""
+def resolve_alike(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan | None, sequence_parallel: bool, check: Callable[[nn.Module], None]
+) -> Resolved:
+    """Resolve, check what else must hold, and make sure that every rank did, to the same end.
+
+    An error on one is an error on all.
+    """
     error = None
     resolved = None
     try:
         check_model(model)
         resolved = resolve(model, find_plan(model, plan), mesh.size(), sequence_parallel=sequence_parallel)
-        check_resettable(model)
+        check(model)
     except ColrowError as raised:
         error = raised
     digest = zlib.crc32(repr((resolved, error is None)).encode())
@@ -124,39 +131,52 @@ def _resolve_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, sequen
     return resolved
 
 
-def _apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved) -> None:
-    """Replace every module's parameters by shards, then its class. Only agreed values come here; nothing fails."""
+Maker = Callable[[Split | None], DTensor]
+"""From a parameter's split to the parameter at rest."""
+Values = Callable[[nn.Module], tuple[dict[str, Maker], dict[str, Tensor]]]
+"""Where values come from: makers of the parameters, and the buffers, that a module owns directly, by short name."""
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, values: Values, checks: int) -> None:
+    """Replace every module's parameters by shards, then its class. The plan is agreed; `checks` calls check inputs."""
     sums = PartialSums(mesh)
-    modules = dict(model.named_modules())
     by_name = {site.name: site for site in resolved.sites}
     done: dict[int, nn.Parameter] = {}
-    in_memory = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    agreed = _agreed(model, mesh) if in_memory else {}
-    for name, module in modules.items():
+    for name, module in dict(model.named_modules()).items():
         site = by_name[name]
-        old = {short: param for short, param in module._parameters.items() if param is not None}
-        values, buffers = whole_values(module, comm.device(mesh))
-        if in_memory:
-            values = {short: agreed[id(param)] for short, param in old.items()}
-            buffers = {short: agreed[id(buffer)] for short, buffer in buffers.items()}
-        else:
-            values = dict(zip(values, agree(list(values.values()), mesh), strict=True))
-        for short, param in old.items():
-            if id(param) not in done:  # a tied one keeps its first value, as in building the model
-                split = site.splits.get(short)
-                done[id(param)] = nn.Parameter(shard(values[short], split, mesh), param.requires_grad)
-            module._parameters[short] = done[id(param)]
+        makers, buffers = values(module)
+        for short, make in makers.items():
+            old = module._parameters[short]
+            if old is not None and id(old) not in done:  # a tied one keeps its first value, as in building the model
+                done[id(old)] = nn.Parameter(make(site.splits.get(short)), old.requires_grad)
+            module._parameters[short] = done[id(old)]
         for short, buffer in buffers.items():
             module._buffers[short] = buffer.to(comm.device(mesh))
         _convert(module, site, mesh, sums, root=module is model)
     sums.watch(done.values())
+    become(model, Model)
+    vars(model)["checks_left"] = checks
 
 
-def _agreed(model: nn.Module, mesh: DeviceMesh) -> dict[int, Tensor]:
-    """The values of all parameters and buffers, equal on every rank, by the identity of the tensor they replace."""
+def _own_values(model: nn.Module, mesh: DeviceMesh) -> Values:
+    """The values that the model has, made equal on every rank; or, on meta, those that its modules start from."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    with torch.no_grad():
-        return dict(zip(map(id, tensors), agree(tensors, mesh), strict=True))
+    if any(t.is_meta for t in tensors):
+        agreed = None
+    else:
+        with torch.no_grad():
+            agreed = dict(zip(map(id, tensors), agree(tensors, mesh), strict=True))
+
+    def values(module: nn.Module) -> tuple[dict[str, Maker], dict[str, Tensor]]:
+        params, buffers = whole_values(module, comm.device(mesh))
+        if agreed is None:
+            params = dict(zip(params, agree(list(params.values()), mesh), strict=True))
+        else:
+            params = {short: agreed[id(module._parameters[short])] for short in params}
+            buffers = {short: agreed[id(buffer)] for short, buffer in buffers.items()}
+        return {short: partial(shard, value, mesh=mesh) for short, value in params.items()}, buffers
+
+    return values
 
 
 def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums, *, root: bool) -> None:
