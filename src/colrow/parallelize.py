@@ -143,19 +143,23 @@ def apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, values: Values
     by_name = {site.name: site for site in resolved.sites}
     done: dict[int, nn.Parameter] = {}
     for name, module in dict(model.named_modules()).items():
-        site = by_name[name]
-        makers, buffers = values(module)
-        for short, make in makers.items():
-            old = module._parameters[short]
-            if old is not None and id(old) not in done:  # a tied one keeps its first value, as in building the model
-                done[id(old)] = nn.Parameter(make(site.splits.get(short)), old.requires_grad)
-            module._parameters[short] = done[id(old)]
-        for short, buffer in buffers.items():
-            module._buffers[short] = buffer.to(comm.device(mesh))
-        _convert(module, site, mesh, sums, root=module is model)
+        _fill(module, by_name[name], comm.device(mesh), values, done)
+        _convert(module, by_name[name], mesh, sums, root=module is model)
     sums.watch(done.values())
     become(model, Model)
     vars(model)["checks_left"] = checks
+
+
+def _fill(module: nn.Module, site: Site, device: torch.device, values: Values, done: dict[int, nn.Parameter]) -> None:
+    """Put a module's own parameters at rest; its whole values are let go with the end of this call."""
+    makers, buffers = values(module)
+    for short, make in makers.items():
+        old = module._parameters[short]
+        if old is not None and id(old) not in done:  # a tied one keeps its first value, as in building the model
+            done[id(old)] = nn.Parameter(make(site.splits.get(short)), old.requires_grad)
+        module._parameters[short] = done[id(old)]
+    for short, buffer in buffers.items():
+        module._buffers[short] = buffer.to(device)
 
 
 def _own_values(model: nn.Module, mesh: DeviceMesh) -> Values:
