@@ -17,7 +17,8 @@ from colrow.become import become
 from colrow.checks import check_alike, check_model
 from colrow.dropout import Dropout
 from colrow.embedding import VocabEmbedding
-from colrow.errors import ColrowError, PlanError, RankError
+from colrow.errors import ColrowError, RankError
+from colrow.families.proposal import plan_for
 from colrow.gradients import PartialSums, Watched
 from colrow.head import VocabHead
 from colrow.init import check_resettable, whole_values
@@ -85,20 +86,11 @@ def parallelize(
 
 
 def find_plan(model: nn.Module, plan: Plan | None = None) -> Plan:
-    """The plan that counts for `model`: the caller's, then its family's."""
+    """The plan that counts for `model`: the caller's, then its family's; of no known family, one that is proposed."""
     family = families.find(model)
-    if plan is not None:
-        return plan if family is None else plan | family
     if family is None:
-        known = ", ".join(sorted(families.FAMILIES))
-        given = f"no plan, and {type(model).__name__} is of no known family"
-        fix = (
-            'Pass a plan, Plan({"up": Column(), "down": Row(), ...}), with a rule for every module that has parameters'
-        )
-        raise PlanError("colrow.parallelize", given, f"the families are {known}", fix)
-    if plan is None or family is None:
-        return plan or family
-    return plan | family
+        return plan_for(model, plan, talks=comm.is_rank_zero())
+    return family if plan is None else plan | family
 
 
 def resolve_alike(
