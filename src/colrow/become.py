@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 
-def become(module: nn.Module, mixin: type[nn.Module]) -> None:
+def become(module: nn.Module, mixin: type[nn.Module], *, keeps_signature: bool = False) -> None:
     """Give `module` the class "`mixin` over the class it has", as `fully_shard` does: names, hooks, `isinstance` stay.
 
     A layer whose class adds to the `forward` it inherits (a scaled embedding) goes on adding: its class comes first,
-    and what it calls with `super()` is the mixin's.
+    and what it calls with `super()` is the mixin's. `keeps_signature`: `inspect.signature(module.forward)` goes on to
+    name the author's arguments, as trainers and `generate` of transformers want to know.
     """
     origin = type(module)
     if issubclass(mixin, origin):
         module.__class__ = mixin
         return
     bases = (origin, mixin) if _adds_to_forward(origin, mixin) else (mixin, origin)
-    name = f"{mixin.__name__}[{origin.__name__}]"
-    module.__class__ = type(name, bases, {"origin": origin, "__module__": origin.__module__})
+    shown = f"{mixin.__name__}[{origin.__name__}]"
+    namespace: dict[str, object] = {"origin": origin, "__module__": origin.__module__, "_get_name": lambda self: shown}
+    if keeps_signature:
+
+        @wraps(origin.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return mixin.forward(self, *args, **kwargs)
+
+        namespace["forward"] = forward
+    module.__class__ = type(origin.__name__, bases, namespace)  # the name is kept: much of transformers goes by it
 
 
 def _adds_to_forward(origin: type[nn.Module], mixin: type[nn.Module]) -> bool:

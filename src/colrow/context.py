@@ -42,11 +42,13 @@ class Call:
         tokens: the whole shape, without the hidden dimension, while the stream is sharded.
         until_done: a stack of what is to be left when the model's call ends; only a whole model's call has one.
         split_logits: whether `loss.SplitLogits` is on that stack.
+        whole: whether the stream stays whole in all of this call, as without sequence parallelism.
     """
 
     tokens: Shape | None = None
     until_done: ExitStack | None = None
     split_logits: bool = False
+    whole: bool = False
 
 
 # Scoped to a call by `running`: the one way to reach code that somebody else wrote and that calls our modules.
@@ -107,6 +109,26 @@ def mark_heads(x: Tensor, heads: tuple[int, ...]) -> None:
 def noted_heads(x: Tensor) -> tuple[int, ...] | None:
     """How many heads every rank has, if x's dimension 1 holds this rank's."""
     return getattr(x.untyped_storage(), "colrow_heads", None)
+
+
+@contextmanager
+def first_ranks_draws(mesh: DeviceMesh) -> Iterator[None]:
+    """For a while every rank draws what the axis's first rank would draw by itself, from its default generators.
+
+    Afterwards that rank's generators have gone on, and the others' are as they were. Cost: a broadcast of each state.
+    """
+    device, generators = comm.device(mesh), [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [generator.get_state() for generator in generators]
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(comm.broadcast(state.to(device), mesh).cpu())
+    try:
+        yield
+    finally:
+        if mesh.get_local_rank():
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 @contextmanager
@@ -175,9 +197,17 @@ def leave(y: Tensor, mesh: DeviceMesh, tokens: Shape | None) -> Tensor:
     return move(y.reshape(-1, y.shape[-1]), mesh, src=P, dst=S(0))
 
 
-def known_tokens(layout: Layout) -> Layout:
-    """S(0) with its size, where the running call knows how many tokens there are; other layouts as they are."""
+def stays_whole() -> bool:
+    """Whether the stream is whole in the running call, also where the plan would have it sharded."""
     call = current()
+    return call is not None and call.whole
+
+
+def known_tokens(layout: Layout) -> Layout:
+    """S(0) with its size, where the running call knows how many tokens there are; I where it keeps them whole."""
+    call = current()
+    if layout == S(0) and stays_whole():
+        return I
     if call is None or call.tokens is None or layout != S(0):
         return layout
     return S(0, size=prod(call.tokens))

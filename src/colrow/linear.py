@@ -150,7 +150,7 @@ class RowLinear(ColumnLinear):
         y = F.linear(input.narrow(-1, 0, valid), weight)
         if self.dst == P:
             return y
-        sharded = isinstance(self.dst, S)
+        sharded = isinstance(known_tokens(self.dst), S)
         y = leave(y, self.mesh, tokens=tuple(y.shape[:-1]) if sharded else None)
         if self.bias is not None:  # autocast may have lowered y's dtype
             y = y + read(self.bias, None, self.mesh, R if sharded else I).to(y.dtype)

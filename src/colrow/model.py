@@ -6,14 +6,16 @@ import zlib
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from colrow import comm
-from colrow.context import Call, agreed_draws, gather, noted, noted_heads, running
+from colrow.context import Call, agreed_draws, current, first_ranks_draws, gather, noted, noted_heads, running
 from colrow.dropout import may_drop
 from colrow.errors import RankError
+from colrow.gradients import in_backward
 from colrow.layout import I, S
 from colrow.moves import move
 from colrow.norm import SplitModule
@@ -21,7 +23,27 @@ from colrow.params import fingerprint, local
 from colrow.region import close
 
 
-class Model(SplitModule):
+class Stack(SplitModule):
+    """A part of the model that holds blocks (a base model, an encoder). Called by itself it is a model: what it takes
+    and gives is whole. Inside a call of the model it only passes on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_called_by_itself():
+            return super().forward(*args, **kwargs)
+        with ExitStack() as stack, running(Call(until_done=stack)) as call:
+            if may_drop(self):
+                stack.enter_context(agreed_draws(self.mesh))
+            out = super().forward(*args, **kwargs)
+            if call.tokens is not None:
+                out = close(out, self, call.tokens)
+        return _whole(out, self.mesh)
+
+    def is_called_by_itself(self) -> bool:
+        """Whether no call of the model is running, and none is repeated by activation checkpointing."""
+        return current() is None and not in_backward()
+
+
+class Model(Stack):
     """The split model: its inputs and outputs are those of the unsplit one.
 
     Attributes:
@@ -34,13 +56,40 @@ class Model(SplitModule):
         if self.checks_left:
             self.checks_left -= 1
             check_same_inputs(self, args, kwargs)
-        with ExitStack() as stack, running(Call(until_done=stack)) as call:
-            if may_drop(self):
-                stack.enter_context(agreed_draws(self.mesh))
-            out = super().forward(*args, **kwargs)
-            if call.tokens is not None:
-                out = close(out, self, call.tokens)
-        return _whole(out, self.mesh)
+        return super().forward(*args, **kwargs)
+
+    def is_called_by_itself(self) -> bool:
+        return True
+
+
+class LanguageModel(Model):
+    """A split model of Hugging Face with `generate`: the same tokens on every rank, and as on one device.
+
+    All ranks draw from the first rank's generator, and stop when its stopping criteria say so.
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("stopping_criteria"):
+            kwargs["stopping_criteria"] = [_FirstRankStops(kwargs["stopping_criteria"], self.mesh)]
+        generate: Any = super().generate  # pyright: ignore[reportAttributeAccessIssue]
+        with first_ranks_draws(self.mesh):
+            return generate(*args, **kwargs)
+
+
+class _FirstRankStops:
+    """What the user's stopping criteria say on the first rank: one that stopped alone would leave the others waiting.
+
+    Cost: a broadcast of a byte a row, for every token.
+    """
+
+    def __init__(self, criteria: Any, mesh: DeviceMesh) -> None:
+        self.criteria, self.mesh = criteria, mesh
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        for criterion in self.criteria:
+            done = done | criterion(input_ids, scores, **kwargs)
+        return comm.broadcast(done.to(torch.uint8), self.mesh).bool()
 
 
 def check_same_inputs(model: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

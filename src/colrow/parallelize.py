@@ -24,7 +24,7 @@ from colrow.head import VocabHead
 from colrow.init import check_resettable, whole_values
 from colrow.layout import check_mesh
 from colrow.linear import ColumnLinear, RowLinear
-from colrow.model import Model
+from colrow.model import LanguageModel, Model, Stack
 from colrow.norm import Replicated, Router, Sliced, SplitModule
 from colrow.params import agree, shard
 from colrow.plan import Plan
@@ -138,7 +138,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, values: Values
         _fill(module, by_name[name], comm.device(mesh), values, done)
         _convert(module, by_name[name], mesh, sums, root=module is model)
     sums.watch(done.values())
-    become(model, Model)
+    become(model, LanguageModel if callable(getattr(model, "generate", None)) else Model, keeps_signature=True)
     vars(model)["checks_left"] = checks
 
 
@@ -180,6 +180,8 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
     mixin = None if site.rule is None else _MIXINS[type(site.rule)]
     if isinstance(module, nn.Dropout):
         mixin = Dropout
+    elif site.stack:
+        mixin = Stack
     elif mixin is None and site.grads and not root:
         mixin = Sliced if site.splits else Replicated
     if mixin is not None:

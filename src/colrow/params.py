@@ -53,13 +53,17 @@ def read(param: Tensor, split: Split | None, mesh: DeviceMesh, grad: Layout) -> 
 
 def shard(whole: Tensor, split: Split | None, mesh: DeviceMesh) -> DTensor:
     """A tensor at rest, from the same whole one on every rank. Each shard owns exactly its storage."""
-    whole, shape = whole.detach(), list(whole.shape)
-    placement: Shard | Replicate = Replicate()
+    whole = whole.detach()
+    mine = split.take(whole, mesh.get_local_rank()) if split is not None and split.sharded else whole.clone()
+    return at_rest(mine, split, mesh)
+
+
+def at_rest(mine: Tensor, split: Split | None, mesh: DeviceMesh) -> DTensor:
+    """A tensor at rest, from what this rank keeps of it: its own entries, padded, or the whole."""
+    shape, placement = list(mine.shape), Replicate()
     if split is not None and split.sharded:
-        mine, placement = split.take(whole, mesh.get_local_rank()), Shard(split.dim)
+        placement = Shard(split.dim)
         shape[split.dim] = split.local_size * mesh.size()
-    else:
-        mine = whole.clone()
     mine = (mine if mine.is_meta else mine.to(comm.device(mesh))).contiguous()
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(mine, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)

@@ -12,7 +12,8 @@ the author's `forward` stay.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from math import prod
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from colrow.context import (
     noted_heads,
     running,
     scatter,
+    stays_whole,
     tokens_at,
 )
 from colrow.dropout import FunctionalDropout, may_drop
@@ -42,6 +44,9 @@ from colrow.layout import I, R, S
 from colrow.moves import forget_shard, move
 from colrow.norm import SplitModule, argument_names
 from colrow.split import Heads
+
+FEW: Final = 64
+"""Tokens of a call without gradients that are not worth sharding: a step of decoding, or a short prompt."""
 
 
 class Region(SplitModule):
@@ -66,14 +71,15 @@ class Region(SplitModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, args, kwargs = self.stream_first(args, kwargs)
-        tokens = tokens_at(x, self.where, in_backward()) if self.sharded else None
+        sharded = self.sharded and not stays_whole()
+        tokens = tokens_at(x, self.where, in_backward()) if sharded else None
         whole = enter(x, self.mesh, tokens)
         names = argument_names(type(self))[1:]
         args = tuple(self._beside(names[i] if i < len(names) else "", arg, x, whole) for i, arg in enumerate(args))
         kwargs = {name: self._beside(name, arg, x, whole) for name, arg in kwargs.items()}
-        with running(Call(tokens)) if self.sharded else nullcontext(), self._dropout():
+        with running(Call(tokens)) if sharded else nullcontext(), self._dropout():
             out = super().forward(whole, *args, **kwargs)
-        if self.sharded:
+        if sharded:
             forget_shard(whole)
         if self.tp_sums:
             out = leave(out, self.mesh, tokens)
@@ -138,6 +144,10 @@ class Block(SplitModule):
                 return super().forward(x, *args, **kwargs)
         outer = current()
         alone = outer is None and not in_backward()
+        agreed = agreed_draws(self.mesh) if alone and may_drop(self) else nullcontext()
+        if self._stays_whole(x, outer):
+            with running(outer or Call(whole=True)), agreed, self._dropout():
+                return super().forward(x, *args, **kwargs)
         known = outer.tokens if outer is not None else None if alone else marked(x, self.where)
         mark(x, known)
         if known is None:
@@ -145,7 +155,6 @@ class Block(SplitModule):
         else:
             tokens = known
         args, kwargs = beside((args, kwargs), self.mesh)
-        agreed = agreed_draws(self.mesh) if alone and may_drop(self) else nullcontext()
         with running(Call(tokens)), agreed, self._dropout():
             out = super().forward(x, *args, **kwargs)
         if outer is not None:
@@ -156,6 +165,16 @@ class Block(SplitModule):
         if isinstance(first, Tensor):
             mark(first, tokens)
         return out
+
+    def _stays_whole(self, x: Tensor, call: Call | None) -> bool:
+        """Without gradients sequence parallelism saves next to nothing; on few tokens its four collectives cost more
+        time than two all-reduces. So the stream is not sharded for them, in this block and in those that follow."""
+        if call is not None and (call.whole or call.tokens is not None):
+            return call.whole
+        whole = not torch.is_grad_enabled() and prod(x.shape[:-1]) <= FEW
+        if call is not None:
+            call.whole = whole
+        return whole
 
     def _dropout(self) -> AbstractContextManager[Any]:
         if not self.training or not may_drop(self, inside=False):
@@ -179,7 +198,7 @@ class LastNorm(SplitModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, args, kwargs = self.stream_first(args, kwargs)
         y = super().forward(x, *args, **kwargs)
-        if not self.sharded:
+        if not self.sharded or stays_whole():
             return y
         tokens = tokens_at(x, self.where, in_backward())
         call = current()

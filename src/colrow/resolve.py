@@ -84,6 +84,8 @@ class _Resolver:
                 return replace(plain, sharded=stretch, grads=read)
             case rules.Drop():
                 return self._dropout(plain, module, rule.unit)
+            case None if name and self._holds_blocks(name, module):
+                return replace(plain, stack=True)
             case None if isinstance(module, nn.Dropout):
                 return self._dropout(plain, module, None)
             case None if isinstance(module, _OTHER_DROPOUTS):
@@ -122,6 +124,12 @@ class _Resolver:
             own = {at: numbers[which] for at, which in rule.config}
             patches.append(("config", OwnConfig(module.config, own)))
         return tuple(patches)
+
+    def _holds_blocks(self, name: str, module: nn.Module) -> bool:
+        """Whether it is a part of the model with blocks and a `forward` of its own: a base model, an encoder."""
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return False
+        return any(isinstance(rule, rules.Block) and at.startswith(f"{name}.") for at, rule in self.found.items())
 
     def _ancestors(self, name: str) -> list[str]:
         parts = name.split(".")

@@ -40,6 +40,7 @@ class Site:
         patches: attributes to set on it.
         transposed: whether a linear layer keeps its weight as (in, out).
         heads: attention's heads.
+        stack: whether it holds blocks, and may be called by itself.
         partners: of a column or row layer: the part of the model in which its partner is.
     """
 
@@ -53,6 +54,7 @@ class Site:
     patches: tuple[tuple[str, Any], ...] = ()
     transposed: bool = False
     heads: Heads | None = None
+    stack: bool = False
     partners: str = ""
 
 

@@ -1,0 +1,151 @@
+"""Hugging Face folders in and out: each rank reads its own slices, and what is written is a plain folder again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from colrow import comm
+from colrow.errors import CheckpointError, ColrowError, RankError
+from colrow.folder import Folder
+from colrow.layout import check_mesh
+from colrow.parallelize import Maker, apply, resolve_alike
+from colrow.plan import Plan
+from colrow.weights import Weights
+
+
+def load_pretrained(
+    path: Path | str,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    model_class: type[nn.Module] | None = None,
+    dtype: torch.dtype | None = None,
+    sequence_parallel: bool = True,
+    check_inputs: int = 3,
+) -> Any:
+    """A split model from a Hugging Face folder. Each rank reads its own slices of the files, and nothing else.
+
+    Arguments:
+        path: a folder with config.json and *.safetensors, one file or several with an index. Nothing is downloaded.
+        mesh, plan, sequence_parallel, check_inputs: as in `colrow.parallelize`.
+        model_class: a class of transformers, Auto or not; without it, the one that config.json names.
+        dtype: of the weights; without it, the one that config.json names. Parts that the class keeps in fp32 stay so.
+
+    Returns: the model, in eval mode, as `from_pretrained`. Tied weights are tied, buffers are whole and as they were
+    built, frozen in no part.
+
+    Cost: no collective while reading. Memory: this rank's shards, and one tensor more, or the few that are converted
+    together (a layer's experts).
+
+    Raises:
+        CheckpointError: names the file or the tensor that is missing, damaged, of another shape, or too many.
+        PlanError, RankError: as `colrow.parallelize`.
+    """
+    check_mesh(mesh, "colrow.load_pretrained")
+    path = Path(path)
+    with _together(mesh):
+        config = read_config(path)
+        model = _on_meta(path, config, model_class, dtype)
+        _make_buffers(model, comm.device(mesh))
+        weights = Weights(Folder(path), model)
+    resolved = resolve_alike(model, mesh, plan, sequence_parallel, weights.check)
+
+    def values(module: nn.Module) -> tuple[dict[str, Maker], dict[str, Tensor]]:
+        own = {short: param for short, param in module._parameters.items() if param is not None}
+        buffers = {short: weights.buffer(buffer) for short, buffer in module._buffers.items() if buffer is not None}
+        makers: dict[str, Maker] = {short: partial(weights.parameter, param, mesh=mesh) for short, param in own.items()}
+        return makers, {short: buffer for short, buffer in buffers.items() if buffer is not None}
+
+    with _together(mesh):
+        apply(model, mesh, resolved, values, check_inputs)
+    return model.eval()
+
+
+def read_config(path: Path) -> Any:
+    """The config of a folder.
+
+    Raises:
+        CheckpointError: none is there, it cannot be used, or the model wants code of its own or is quantised.
+    """
+    from transformers import AutoConfig
+
+    where = str(path)
+    if not (path / "config.json").is_file():
+        given = "there is no config.json in it" if path.is_dir() else "there is no such folder"
+        raise CheckpointError(where, given, "a folder as save_pretrained writes it", "Give the folder of a model")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        given = f"its config.json cannot be used ({' '.join(str(error).split())[:300]})"
+        allowed = "the config of a model that transformers knows, without code of its own"
+        raise CheckpointError(where, given, allowed, "Give another folder") from error
+    if getattr(config, "auto_map", None):
+        allowed, fix = "models are built by transformers alone", "Give the folder of a model that transformers knows"
+        raise CheckpointError(where, "the model wants code of its own (auto_map)", allowed, fix)
+    if getattr(config, "quantization_config", None):
+        allowed, fix = "weights in a floating-point dtype", "Give the folder of the model before it was quantised"
+        raise CheckpointError(where, "its weights are quantised (quantization_config)", allowed, fix)
+    return config
+
+
+def _on_meta(path: Path, config: Any, kind: type[nn.Module] | None, dtype: torch.dtype | None) -> Any:
+    """The model without values, in its dtypes."""
+    import transformers
+
+    name = (config.architectures or ["AutoModelForCausalLM"])[0]
+    found: Any = kind or getattr(transformers, name, None)
+    if found is None:
+        allowed, fix = "it is one of transformers' classes", "Pass model_class="
+        raise CheckpointError(str(path), f"its class is {name}", allowed, fix)
+    before, wanted = torch.get_default_dtype(), dtype or getattr(config, "dtype", None) or torch.float32
+    torch.set_default_dtype(wanted)
+    try:
+        with torch.device("meta"):
+            model = found.from_config(config) if hasattr(found, "from_config") else found(config)
+    finally:
+        torch.set_default_dtype(before)
+    config.dtype = wanted
+    kept = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept += list(getattr(model, "_keep_in_fp32_modules", None) or ()) if wanted is torch.float16 else []
+    for name, param in model.named_parameters():
+        if wanted in (torch.float16, torch.bfloat16) and any(part in f".{name}." for part in (f".{k}." for k in kept)):
+            param.data = param.data.float()
+    if (path / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    model.name_or_path = str(path)
+    return model
+
+
+def _make_buffers(model: Any, device: torch.device) -> None:
+    """Buffers as building the model in memory would have made them: transformers knows how, for each of its modules."""
+    for param in model.parameters():
+        param._is_hf_initialized = True  # or they would be initialised too
+    for module in model.modules():
+        for short, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[short] = torch.zeros_like(buffer, device=device)
+    model.initialize_weights()
+
+
+@contextmanager
+def _together(mesh: DeviceMesh) -> Iterator[None]:
+    """An error on one rank of the axis is an error on all of them. Cost: one small all-gather."""
+    error = None
+    try:
+        yield
+    except ColrowError as raised:
+        error = raised
+    failed = [rank for rank, (bad,) in enumerate(comm.exchange([int(error is not None)], mesh)) if bad]
+    if error is not None:
+        raise error
+    if failed:
+        given, fix = f"ranks {failed} could not read it", "Read their errors: every rank needs the whole folder"
+        raise RankError("colrow.load_pretrained", given, "every rank reads the same files", fix)

@@ -1,0 +1,175 @@
+"""Which tensors of a folder make which tensor of a Hugging Face model, and the other way round.
+
+Mostly the names are the same. Where a class keeps its weights in another form than its files (experts stacked, names of
+an older version), transformers has the conversions; here they are applied to one group of tensors at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from colrow.errors import CheckpointError
+from colrow.folder import DTYPES, Folder
+from colrow.params import at_rest
+from colrow.split import Split
+
+
+@dataclass(eq=False)
+class Group:
+    """Tensors of files that make one or several tensors of the model together.
+
+    Attributes:
+        first: the name that the conversion knows the result by.
+        converter: transformers' conversion, without tensors.
+        keys: what it takes, by its own patterns.
+        made: results that nobody has taken yet.
+    """
+
+    first: str
+    converter: Any
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    made: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Weights:
+    """The weights that a folder has for a model on meta.
+
+    Arguments:
+        folder: the files.
+        model: a `PreTrainedModel` on meta; its parameters say the shapes and dtypes that are wanted.
+    """
+
+    def __init__(self, folder: Folder, model: Any) -> None:
+        self.folder, self.model = folder, model
+        self.names: dict[int, list[str]] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            self.names.setdefault(id(value), []).append(name)
+        self.sources: dict[str, str | Group] = {}
+        self.unexpected: list[str] = []
+        self._assign(dict(model.state_dict()))
+
+    def check(self, model: nn.Module) -> None:
+        """Every parameter is there, once, in its shape, in a dtype that is read; nothing is left over.
+
+        Raises:
+            CheckpointError: names the tensor, and what the files have.
+        """
+        for name, param in model.named_parameters():
+            found = self._found(param)
+            if not found:
+                raise self.folder.missing(name, tuple(param.shape))
+            for source in found.values():
+                self._check_one(name, param, source)
+        ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        left = [key for key in self.unexpected if not any(pattern.search(key) for pattern in ignored)]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            given = f"{type(model).__name__} has no place for '{left[0]}'{more}"
+            fix = "Load it as the class that config.json names, or as the one that has such a part: model_class="
+            raise CheckpointError(str(self.folder.path), given, "every tensor in the files belongs to the model", fix)
+
+    def parameter(self, param: Tensor, split: Split | None, mesh: DeviceMesh) -> DTensor:
+        """A parameter at rest: this rank's slice of it is read, and converted to its dtype."""
+        (name, source), *others = self._found(param).items()
+        mine = self._read(name, source, param, split, mesh)
+        for other, twin in others:
+            if not torch.equal(mine, self._read(other, twin, param, split, mesh)):
+                given = f"'{name}' and '{other}' are one tensor in the model and two in the files"
+                fix = "Set tie_word_embeddings to false in config.json, if they are meant to differ"
+                raise CheckpointError(str(self.folder.path), given, "tied weights are equal", fix)
+        return at_rest(mine, split, mesh)
+
+    def buffer(self, buffer: Tensor) -> Tensor | None:
+        """A persistent buffer, if the files have it."""
+        for name, source in self._found(buffer).items():
+            return self._whole(name, source).to(buffer.dtype)
+        return None
+
+    def _found(self, value: Tensor) -> dict[str, str | Group]:
+        """Where the files have a tensor of the model: under one of its names, or, tied, under several."""
+        return {name: self.sources[name] for name in self.names.get(id(value), ()) if name in self.sources}
+
+    def _read(self, name: str, source: str | Group, param: Tensor, split: Split | None, mesh: DeviceMesh) -> Tensor:
+        rank = mesh.get_local_rank()
+        if isinstance(source, str) and split is not None and split.sharded:
+            return self.folder.read_slice(source, split, rank, param.dtype)
+        whole = self._whole(name, source)
+        if tuple(whole.shape) != tuple(param.shape):
+            raise self._other_shape(name, tuple(whole.shape), param)
+        return (split.take(whole, rank) if split is not None and split.sharded else whole).to(param.dtype)
+
+    def _whole(self, name: str, source: str | Group) -> Tensor:
+        if isinstance(source, str):
+            return self.folder.read(source)
+        if name not in source.made:
+            source.made = self._convert(source)
+        return source.made.pop(name)
+
+    def _convert(self, group: Group) -> dict[str, Tensor]:
+        converter = copy.deepcopy(group.converter)
+        for pattern, keys in group.keys.items():
+            for key in keys:
+                converter.add_tensor(group.first, key, pattern, self.folder.read(key))
+        made = converter.convert(group.first, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _assign(self, wanted: Mapping[str, Tensor]) -> None:
+        """Give each tensor in the files to a tensor of the model, as transformers does."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        conversions = get_model_conversion_mapping(self.model)
+        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        prefix = self.model.base_model_prefix
+        groups: dict[str, Group] = {}
+        for key in sorted(self.folder.files, key=_natural):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, dict(wanted))
+            if name not in wanted and key in wanted:
+                name, pattern = rename_source_key(key, [], [], prefix, dict(wanted))
+            if name not in wanted:
+                self.unexpected.append(key)
+            elif pattern is None:
+                self.sources[name] = key
+            else:
+                group = groups.setdefault(name, Group(name, by_pattern[pattern]))
+                group.keys.setdefault(pattern, []).append(key)
+                for target in by_pattern[pattern].target_patterns:
+                    self.sources[name.replace(by_pattern[pattern].target_patterns[0], target)] = group
+
+    def _check_one(self, name: str, param: Tensor, source: str | Group) -> None:
+        keys = [source] if isinstance(source, str) else [key for some in source.keys.values() for key in some]
+        for key in keys:
+            if self.folder.dtype(key) not in DTYPES:
+                given = f"'{key}' is stored as {self.folder.dtype(key)}"
+                fix = "Give the folder of the model before it was quantised"
+                raise CheckpointError(str(self.folder.path), given, f"weights are read from {', '.join(DTYPES)}", fix)
+        if isinstance(source, str) and self.folder.shape(source) != tuple(param.shape):
+            raise self._other_shape(name, self.folder.shape(source), param)
+
+    def _other_shape(self, name: str, shape: tuple[int, ...], param: Tensor) -> CheckpointError:
+        given = f"'{name}' has shape {shape} in {self.folder.path} and {tuple(param.shape)} in the model"
+        fix = "Give the folder whose config.json belongs to these files"
+        return CheckpointError(name, given, "files and config say the same shapes", fix)
+
+
+def as_saved(model: Any, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors of the model in the form in which its files keep them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    yield from revert_weight_conversion(model, dict(named)).items()
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Numbers in the order of numbers: a stack of experts is made in this order."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
