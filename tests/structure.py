@@ -34,6 +34,7 @@ ORDER = (
     "storage",
     "checkpoint",
     "folder",
+    "folder_out",
     "weights",
     "pretrained",
     "report",

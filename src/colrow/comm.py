@@ -10,6 +10,7 @@ reduce_scatter n (t-1)/t each.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -95,6 +96,27 @@ def from_rank_zero(text: str) -> str:
     letters = torch.tensor(list(raw), dtype=torch.uint8, device=on)
     dist.broadcast(letters, src=0)
     return bytes(letters.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+def all_here(verb: str, seconds: float = 20.0) -> None:
+    """Wait until every rank of the run has come to the same call of `verb`: on one rank alone a collective would hang.
+
+    Raises:
+        RankError: some did not come in time.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()  # no public function tells who has come
+    mine = store.add(f"colrow/{verb}/{dist.get_rank()}", 1)
+    others, deadline = [r for r in range(dist.get_world_size()) if r != dist.get_rank()], time.monotonic() + seconds
+    while others := [rank for rank in others if store.add(f"colrow/{verb}/{rank}", 0) < mine]:
+        if time.monotonic() > deadline:
+            given, fix = (
+                f"ranks {others} did not call it within {seconds:.0f} s",
+                "Call it on every rank, not under `if`",
+            )
+            raise RankError(verb, given, "every rank has a part of each tensor; the first one writes", fix)
+        time.sleep(0.01)
 
 
 def device(mesh: DeviceMesh) -> torch.device:

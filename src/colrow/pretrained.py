@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from colrow import comm
+from colrow.checks import require_split
 from colrow.errors import CheckpointError, ColrowError, RankError
 from colrow.folder import Folder
+from colrow.folder_out import FolderWriter
 from colrow.layout import check_mesh
 from colrow.parallelize import Maker, apply, resolve_alike
+from colrow.params import splits, true_name, unshard
 from colrow.plan import Plan
-from colrow.weights import Weights
+from colrow.state import require_equal_replicas
+from colrow.weights import Weights, as_saved, saved_together
+
+TOKENIZER_FILES: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 
 
 def load_pretrained(
@@ -149,3 +167,54 @@ def _together(mesh: DeviceMesh) -> Iterator[None]:
     if failed:
         given, fix = f"ranks {failed} could not read it", "Read their errors: every rank needs the whole folder"
         raise RankError("colrow.load_pretrained", given, "every rank reads the same files", fix)
+
+
+def save_pretrained(model: Any, path: Path | str, *, tokenizer: Any = None, file_bytes: int = 2 << 30) -> None:
+    """Write a split Hugging Face model as a plain folder, which everything else loads.
+
+    Arguments:
+        path: the folder. It is written beside its place and renamed; a model's folder that is there is replaced.
+        tokenizer: saved with it; without one, the tokenizer's files of the folder that the model was loaded from.
+        file_bytes: the size of a file: the most that the first rank holds at a time, beside one tensor.
+
+    Cost: every rank of the run must call it. An all-gather of every shard, one tensor at a time.
+
+    Raises:
+        PlanError: the model is not split.
+        RankError: some ranks did not call it (within seconds), or replicas have drifted apart.
+        CheckpointError: it could not be written; what was there is as it was.
+    """
+    require_split(model, "colrow.save_pretrained")
+    comm.all_here("colrow.save_pretrained")
+    require_equal_replicas(model)
+    path = Path(path)
+    if path.resolve() == Path(model.name_or_path).resolve() and path.exists():
+        fix = "Choose another folder, and move it afterwards"
+        raise CheckpointError(str(path), "the model was loaded from there", "its files may still be open", fix)
+    writer = FolderWriter(path, file_bytes)
+    tensors, by_name = {}, splits(model)
+    for name, value in model.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(value), (true_name(name), value))
+    named = dict(tensors.values())
+    for group in saved_together(model, named):
+        whole = {name: unshard(named[name], by_name.get(name)) for name in group}
+        for name, value in as_saved(model, whole).items() if writer.active else ():
+            writer.add(name, value)
+    writer.attempt(_write_beside, model, writer.writing, tokenizer)
+    writer.finish()
+
+
+def _write_beside(model: Any, folder: Path, tokenizer: Any) -> None:
+    """What belongs to the weights: config, generation config, the tokenizer's files."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        return
+    for pattern in TOKENIZER_FILES:
+        for file in Path(model.name_or_path).glob(pattern) if model.name_or_path else ():
+            shutil.copyfile(file, folder / file.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +146,7 @@ class Weights:
                 group.keys.setdefault(pattern, []).append(key)
                 for target in by_pattern[pattern].target_patterns:
                     self.sources[name.replace(by_pattern[pattern].target_patterns[0], target)] = group
+        self.model._weight_conversions = [c for c in conversions if c.was_used()]  # for saving, as from_pretrained does
 
     def _check_one(self, name: str, param: Tensor, source: str | Group) -> None:
         keys = [source] if isinstance(source, str) else [key for some in source.keys.values() for key in some]
@@ -163,11 +164,34 @@ class Weights:
         return CheckpointError(name, given, "files and config say the same shapes", fix)
 
 
-def as_saved(model: Any, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of the model in the form in which its files keep them."""
+def saved_together(model: Any, names: Iterable[str]) -> list[list[str]]:
+    """The names in groups: those that become one tensor of the files, or several, together."""
+    from transformers.core_model_loading import WeightConverter, apply_converters
+
+    reverse = [c.reverse_transform() for c in _conversions(model)[::-1]]
+    converters = [c for c in reverse if isinstance(c, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(apply_converters(name, converters)[0], []).append(name)
+    return list(groups.values())
+
+
+def as_saved(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors of one group in the form in which files keep them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    yield from revert_weight_conversion(model, dict(named)).items()
+    return dict(revert_weight_conversion(model, dict(named)))
+
+
+def _conversions(model: Any) -> list[Any]:
+    """What loading has done to the tensors of files: as it was, or, for a model that was built, as it is by default."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return used
+    return [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
