@@ -46,10 +46,11 @@ class Weights:
     Arguments:
         folder: the files.
         model: a `PreTrainedModel` on meta; its parameters say the shapes and dtypes that are wanted.
+        partly: whether the files may have more than the model, as a language model has more than its base model.
     """
 
-    def __init__(self, folder: Folder, model: Any) -> None:
-        self.folder, self.model = folder, model
+    def __init__(self, folder: Folder, model: Any, *, partly: bool) -> None:
+        self.folder, self.model, self.partly = folder, model, partly
         self.names: dict[int, list[str]] = {}
         for name, value in model.state_dict(keep_vars=True).items():
             self.names.setdefault(id(value), []).append(name)
@@ -69,6 +70,8 @@ class Weights:
                 raise self.folder.missing(name, tuple(param.shape))
             for source in found.values():
                 self._check_one(name, param, source)
+        if self.partly:
+            return
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
         left = [key for key in self.unexpected if not any(pattern.search(key) for pattern in ignored)]
         if left:
@@ -131,14 +134,15 @@ class Weights:
         renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         converters = [c for c in conversions if isinstance(c, WeightConverter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-        prefix = self.model.base_model_prefix
+        prefix, buffers = self.model.base_model_prefix, {name for name, _ in self.model.named_buffers()}
         groups: dict[str, Group] = {}
         for key in sorted(self.folder.files, key=_natural):
             name, pattern = rename_source_key(key, renamings, converters, prefix, dict(wanted))
             if name not in wanted and key in wanted:
                 name, pattern = rename_source_key(key, [], [], prefix, dict(wanted))
             if name not in wanted:
-                self.unexpected.append(key)
+                if name not in buffers:  # one that the model makes by itself was a part of older files
+                    self.unexpected.append(key)
             elif pattern is None:
                 self.sources[name] = key
             else:
