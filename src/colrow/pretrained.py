@@ -54,8 +54,8 @@ def load_pretrained(
     Arguments:
         path: a folder with config.json and *.safetensors, one file or several with an index. Nothing is downloaded.
         mesh, plan, sequence_parallel, check_inputs: as in `colrow.parallelize`.
-        model_class: a class of transformers, Auto or not, for which the files may have too much; without it, the one that
-            config.json names.
+        model_class: a class of transformers, Auto or not; the files may have more than it needs. Without it, the one
+            that config.json names.
         dtype: of the weights; without it, the one that config.json names. Parts that the class keeps in fp32 stay so.
 
     Returns: the model, in eval mode, as `from_pretrained`. Tied weights are tied, buffers are whole and as they were
