@@ -64,15 +64,20 @@ def numbers_of(config: Any) -> Numbers:
     """The sizes of a model."""
 
     def first(names: Collection[str]) -> int | None:
-        try:
-            values = [getattr(config, name, None) for name in names]
-        except RuntimeError:  # transformers' answer for a number that differs between the layers
-            return None
+        values = [read(config, name) for name in names]
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
     hidden, heads = first(("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")), first(_NAMES["heads"])
     head_dim = first(_NAMES["head_dim"]) or (hidden // heads if hidden and heads else None)
     return Numbers(hidden, first(("vocab_size",)), heads, first(_NAMES["kv_heads"]) or heads, head_dim)
+
+
+def read(owner: Any, name: str) -> Any:
+    """An attribute; None where there is none, or not one for all layers, which a config of transformers may say."""
+    try:
+        return getattr(owner, name, None)
+    except RuntimeError:
+        return None
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -164,7 +169,7 @@ def meanings(module: nn.Module, n: Numbers) -> dict[str, Kind]:
         for role, names in _NAMES.items():
             kind = HEAD_DIM if role == "head_dim" else COUNT
             if not at or role in ("heads", "kv_heads", "head_dim"):
-                known |= {f"{at}{name}": kind for name in names if getattr(owner, name, None) == values[role]}
+                known |= {f"{at}{name}": kind for name in names if read(owner, name) == values[role]}
         known |= {f"{at}{name}": SIZE for name in _SAME}
     return known
 

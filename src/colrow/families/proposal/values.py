@@ -155,8 +155,11 @@ class Values:
                 raise Unclear(f"it uses .{node.attr} of {kinds.named(base)}")
             return base if isinstance(base, Given) else OTHER
         value: Any = self.module
-        for part in name.split("."):
-            value = getattr(value, part, None)
+        try:
+            for part in name.split("."):
+                value = getattr(value, part, None)
+        except RuntimeError as error:  # so transformers says that a number is not the same in all layers
+            raise Unclear(f"it reads '{name}', which differs between layers") from error
         if isinstance(value, nn.Module):
             return Child(name)
         if isinstance(value, Tensor):
