@@ -82,6 +82,10 @@ _LAST_TWO = ([2, 3], [3, 2], [-1, -2], [-2, -1])
 ATTENDS = ("attention_interface", "eager_attention_forward", "scaled_dot_product_attention")
 
 
+_BESIDE_HEADS = ("mask", "bias", "position", "cache", "output_attentions")
+"""Arguments of attention that are the same for all heads, or cut to a rank's."""
+
+
 def flat(value: Any) -> list[Any]:
     """The values in nested tuples."""
     return [part for item in value for part in flat(item)] if isinstance(value, tuple) else [value]
@@ -195,7 +199,8 @@ def function(name: str, args: list[Any], numbers: list[int | None]) -> Any:
         return HEADS
     if name == "matmul":
         return binary(args[0], args[1], matmul=True)
-    if name in ATTENDS and tensors == [HEADS] * 3:
+    beside = [arg.name for arg in args if isinstance(arg, Given)]
+    if name in ATTENDS and all(any(word in at for word in _BESIDE_HEADS) for at in beside) and tensors == [HEADS] * 3:
         return HEADS if name.startswith("scaled") else (BY_TOKEN, PROBABILITIES)
     if name == "cat" and {*flat(args[0])} in ({HEADS}, {BY_TOKEN}) and numbers[1:] == [-1]:
         return flat(args[0])[0]

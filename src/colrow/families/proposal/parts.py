@@ -12,6 +12,7 @@ from torch import nn
 from colrow.families.proposal import kinds
 from colrow.families.proposal.kinds import COUNT, HEAD_DIM, OTHER, SIZE, STREAM, Kind, Role, Unclear
 from colrow.families.proposal.translate import COLUMN, ROW
+from colrow.families.proposal.trial import works_by_vector
 from colrow.families.proposal.values import code_of
 from colrow.plan import FEATURES, GROUPS, HEADS, KV_HEADS, Attention, Column, Row, Rule, Unit
 
@@ -46,7 +47,6 @@ _FUSED = (
 )
 HEAD_NAMES: Final = ("lm_head", "embed_out", "output", "head", "unembed")
 _NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.MultiheadAttention, nn.RReLU)
-_NOT_BY_TOKEN = ("BatchNorm", "InstanceNorm", "GroupNorm", "ResponseNorm")
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,9 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_norm(module: nn.Module, size: int | None) -> bool:
-    """A norm of one vector of this size at a time, or one without weights."""
-    name = type(module).__name__
-    known = "Norm" in name and not any(other in name for other in _NOT_BY_TOKEN)
-    return known and all(param.shape == (size,) for param in module.parameters())
+    """A norm of one vector of this size at a time, with or without weights."""
+    known = "Norm" in type(module).__name__ and all(param.shape == (size,) for param in module.parameters())
+    return known and size is not None and works_by_vector(module, size)
 
 
 def elementwise(module: nn.Module) -> bool:

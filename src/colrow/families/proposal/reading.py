@@ -144,7 +144,7 @@ class _Reader(Values):
         """The name of an attribute of the module that does not change between calls."""
         name = dotted(node).removeprefix("self.")
         known = dotted(node) == f"self.{name}" and "." not in name and hasattr(self.module, name)
-        return name if known and name != "training" else None
+        return name if known and name != "training" and "checkpoint" not in name else None
 
     def assign(self, target: ast.expr, value: Any) -> None:
         match target:

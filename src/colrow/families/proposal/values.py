@@ -31,6 +31,7 @@ from colrow.families.proposal.kinds import (
     Unclear,
     changed,
 )
+from colrow.families.proposal.trial import repeats_in_order
 
 _LINEAR = (ast.Mult, ast.Div)
 _EAGER = ("repeat_kv", "matmul", "transpose", "softmax", "to", "dropout", "contiguous", "tanh", "size", "float")
@@ -125,10 +126,10 @@ class Values:
                 return self.value(node.operand)
             case ast.BoolOp():
                 inner = [self.value(part) for part in node.values]
-            case ast.Compare() if all(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops):
+            case ast.Compare() if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
                 inner = []
             case _:
-                inner = [self.env.get(part.id) for part in ast.walk(node) if isinstance(part, ast.Name)]
+                inner = [self.value(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
         if changed(*inner):
             raise Unclear(f"it has a step that is not followed ({ast.unparse(node)})")
         return OTHER
@@ -209,12 +210,27 @@ class Values:
         if isinstance(node.func, ast.Name) or name.split(".")[0] in ("torch", "nn", "F") or name.startswith("self."):
             if any(isinstance(arg, ast.Name) and arg.id == "self" for arg in node.args):
                 self.passed_on(short)
+            if short == "dropout" and FEATURES in args and self.numbers is not None:
+                raise Unclear("it drops features in attention")
             if name.startswith("self.") and changed(*args):
                 raise Unclear(f"it calls {name}")
+            if isinstance(node.func, ast.Name):
+                self.known_function(name, args)
             return kinds.function(short, args, numbers)
         if not isinstance(node.func, ast.Attribute):
             raise Unclear(f"it has a call that is not followed ({ast.unparse(node.func)})")
         return kinds.method(self.value(node.func.value), short, args, numbers)
+
+    def known_function(self, name: str, args: list[Any]) -> None:
+        """A function called by its bare name may be anybody's: what it is named after must be what it is."""
+        function = inspect.unwrap(type(self.module).forward).__globals__.get(name)
+        if not changed(*args) or function is None:
+            return
+        home = str(getattr(function, "__module__", None)).split(".")[0]
+        if name == "repeat_kv" and not repeats_in_order(function):
+            raise Unclear("its repeat_kv does not repeat heads one by one")
+        if home not in ("None", "torch", "transformers") and not name.startswith(("repeat_kv", "apply_rotary")):
+            raise Unclear(f"it calls {name}, which is not torch's")
 
     def child(self, name: str, node: ast.Call, args: list[Any]) -> Any:
         role, tensors = self.roles.get(name), changed(*args)
@@ -226,6 +242,8 @@ class Values:
         opens = name == "*" and not tensors  # the first block is given whole activations
         if not opens and (tensors != [first] or first not in role.takes):
             raise Unclear(f"it calls '{name}' with {kinds.named(tensors[0] if tensors else first)}")
+        if role is DROPOUT and first is FEATURES and self.numbers is not None:
+            raise Unclear(f"it uses the dropout '{name}' on features in attention")
         if role is DROPOUT and self.reading.drops.setdefault(name, _DROPS[first]) != _DROPS[first]:
             raise Unclear(f"it uses the dropout '{name}' in several places")
         self.reading.called.add(name)
@@ -254,6 +272,8 @@ class Values:
                 if isinstance(node, ast.Call)
                 else ""
             )
+            if called == "repeat_kv" and not repeats_in_order(eager.__globals__[called]):
+                raise Unclear("its repeat_kv does not repeat heads one by one")
             if called and called not in _EAGER:
                 raise Unclear(f"its eager attention calls {called}")
 
