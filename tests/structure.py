@@ -25,6 +25,7 @@ ORDER = (
     "plan",
     "resolved",
     "totality",
+    "adapters",
     "resolve",
     "init",
     "families",

@@ -77,11 +77,11 @@ class ColumnLinear(Watched, nn.Linear):
 
     def _terms(self) -> tuple[Tensor, Tensor | None]:
         """This rank's weight (out on this rank, in) and bias."""
-        bias = None if self.bias is None else read(self.bias, self.splits["bias"], self.mesh, R)
+        bias = None if self.bias is None else read(self.bias, self.splits.get("bias"), self.mesh, R)
         return self._local_weight(), bias
 
     def _local_weight(self) -> Tensor:
-        weight = read(self.weight, self.splits["weight"], self.mesh, R)
+        weight = read(self.weight, self.splits.get("weight"), self.mesh, R)
         return weight.t() if self.transposed else weight
 
     def _check_width(self, x: Tensor, *allowed: int, wanted: str | None = None) -> None:

@@ -36,10 +36,10 @@ class SplitModule(Watched):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         view = self._in_flight()
+        before = {} if view is self else dict(vars(view))
         out = self.origin.forward(view, *args, **kwargs)
         if view is not self:  # what the author's code has set on itself stays: a counter, the last router logits, ...
-            mine = vars(self)
-            mine.update({k: v for k, v in vars(view).items() if k != "_parameters" and mine.get(k, view) is not v})
+            vars(self).update({name: v for name, v in vars(view).items() if before.get(name, before) is not v})
         return out
 
     def stream_first(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from colrow import comm, families
 from colrow import plan as rules
+from colrow.adapters import AdaptedEmbedding, Lookup, make_whole, sites_of_split
 from colrow.become import become
 from colrow.checks import check_alike, check_model
 from colrow.dropout import Dropout
@@ -47,6 +48,7 @@ _MIXINS: dict[type[rules.Rule], type[nn.Module]] = {
     rules.Sliced: Sliced,
     rules.Block: Block,
     rules.Drop: Dropout,
+    Lookup: AdaptedEmbedding,
 }
 
 
@@ -63,7 +65,7 @@ def parallelize(
     Arguments:
         model: any module, in memory or on meta, the same on every rank; where ranks differ the first rank's values
             count. On meta, each module is initialised whole by its `reset_parameters` and split at once, so every
-            degree starts from the same weights.
+            degree starts from the same weights. A split model to which `peft` has added adapters: they are split, too.
         mesh: one axis of a DeviceMesh, `mesh["tp"]`. Its size need not divide anything.
         plan: what the parts mean. Without one, that of the model's family; with one, it goes before the family's.
         sequence_parallel: keep norms, dropout and residuals of the blocks on 1/t of the tokens.
@@ -80,6 +82,10 @@ def parallelize(
         RankError: the ranks have different models or plans.
     """
     check_mesh(mesh, "colrow.parallelize")
+    added = sites_of_split(model)
+    if added:
+        _add(model, mesh, added)
+        return model
     resolved = resolve_alike(model, mesh, plan, sequence_parallel, check_resettable)
     apply(model, mesh, resolved, _own_values(model, mesh), check_inputs)
     return model
@@ -135,11 +141,26 @@ def apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, values: Values
     by_name = {site.name: site for site in resolved.sites}
     done: dict[int, nn.Parameter] = {}
     for name, module in dict(model.named_modules()).items():
+        if name not in by_name:
+            continue  # a container in an adapter
         _fill(module, by_name[name], comm.device(mesh), values, done)
         _convert(module, by_name[name], mesh, sums, root=module is model)
     sums.watch(done.values())
     become(model, LanguageModel if callable(getattr(model, "generate", None)) else Model, keeps_signature=True)
     vars(model)["checks_left"] = checks
+
+
+def _add(model: nn.Module, mesh: DeviceMesh, added: Sequence[Site]) -> None:
+    """Split adapters that were added to a model after it was split."""
+    make_whole(model)
+    modules, sums = dict(model.named_modules()), PartialSums(mesh)
+    done: dict[int, nn.Parameter] = {}
+    values = _own_values(nn.ModuleList(modules[site.name] for site in added if modules[site.name]._parameters), mesh)
+    for site in added:
+        if modules[site.name]._parameters:
+            _fill(modules[site.name], site, comm.device(mesh), values, done)
+        _convert(modules[site.name], site, mesh, sums, root=False)
+    sums.watch(done.values())
 
 
 def _fill(module: nn.Module, site: Site, device: torch.device, values: Values, done: dict[int, nn.Parameter]) -> None:

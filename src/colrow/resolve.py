@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from colrow import plan as rules
+from colrow.adapters import adapted, moved, of_an_adapter, sites_beside
 from colrow.embedding import check_options
 from colrow.errors import PlanError
 from colrow.layout import I, Layout, P, R, S
@@ -30,7 +31,8 @@ def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = 
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
-    found = plan.match(modules, params)
+    layers = adapted(modules)
+    found = moved(plan.match(modules, params), layers)
     if "" in found:
         given, fix = (
             f"the model itself has the rule {found['']}",
@@ -39,6 +41,8 @@ def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = 
         raise PlanError(type(model).__name__, given, "rules are for the parts of a model", fix)
     seen: dict[int, Site] = {}
     for name, module in modules.items():
+        if of_an_adapter(name, layers):
+            continue
         site = _Resolver(modules, found, tp, sequence_parallel).site(name)
         first = seen.setdefault(id(module), site)
         if (first.rule, first.splits, first.grads) != (site.rule, site.splits, site.grads):
@@ -48,8 +52,11 @@ def resolve(model: nn.Module, plan: Plan, tp: int, *, sequence_parallel: bool = 
     for site in sites:
         if site.rule is not None or site.grads:
             check_names(site.name or type(model).__name__, modules[site.name])
-    check_owners(params, found)
+    check_owners({name: param for name, param in params.items() if not of_an_adapter(name, layers)}, found)
     check_partners(sites)
+    by_name = {site.name: site for site in sites}
+    for name, layer in layers.items():
+        sites += tuple(sites_beside(name, layer, by_name[f"{name}.base_layer"]))
     return Resolved(tp, sequence_parallel, sites, _rows(model, sites, found))
 
 
@@ -273,6 +280,6 @@ def _rows(model: nn.Module, sites: tuple[Site, ...], found: Mapping[str, Rule]) 
         if split is not None and split.sharded:
             local[split.dim] = split.local_size
             padding = split.local_size * split.ranks - split.true_size
-        rule = str(found.get(name, found.get(holder)))
+        rule = str(found.get(name, site.rule))
         rows.append(Row(name, rule, tuple(param.shape), tuple(local), padding, prod(local) * param.element_size()))
     return tuple(rows)

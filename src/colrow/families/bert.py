@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.errors import PlanError
-from colrow.families.hf import base, blocks, config_of, heads, norms, there
+from colrow.families.hf import base, blocks, config_of, heads, norms, root, there
 from colrow.plan import HEADS, Attention, Column, Drop, Head, Plan, Replicated, Row, Vocab
 
 
@@ -15,7 +15,7 @@ def plan(model: nn.Module) -> Plan:
     if config.chunk_size_feed_forward:
         given = f"config.chunk_size_feed_forward = {config.chunk_size_feed_forward}"
         raise PlanError("bert", given, "it cuts the sequence, which is split by tokens already", "Set it to 0")
-    layer, words = f"{at}encoder.layer.*", "cls.predictions"
+    layer, words = f"{at}encoder.layer.*", f"{root(at)}cls.predictions"
     attention = Attention(heads="num_attention_heads", head_dim="attention_head_size", width="all_head_size")
     return there(
         model,

@@ -26,8 +26,14 @@ def heads(model: nn.Module, at: str) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for name, module in model.named_modules():
         if at and name and not name.startswith(at) and any(True for _ in module.parameters(recurse=False)):
-            rules[name] = Head() if name == "lm_head" else Replicated()
+            name = name.split(".base_layer")[0]  # an adapted layer: its rule is for what is inside
+            rules[name] = Head() if name.split(".")[-1] == "lm_head" else Replicated()
     return rules
+
+
+def root(at: str) -> str:
+    """The prefix of what stands beside the base model: "" but for a model with adapters, "base_model.model."."""
+    return "base_model.model." if at.startswith("base_model.model.") else ""
 
 
 def there(model: nn.Module, rules: dict[str, Rule]) -> Plan:

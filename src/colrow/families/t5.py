@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from colrow.families.hf import base, blocks, heads, norms, there
+from colrow.families.hf import base, blocks, heads, norms, root, there
 from colrow.plan import (
     FEATURES,
     HEADS,
@@ -42,8 +42,8 @@ def plan(model: nn.Module) -> Plan:
                 f"{layer}.DenseReluDense.wo": Row(),
                 f"{layer}.DenseReluDense.dropout": Drop(FEATURES),
                 f"{at}*coder.final_layer_norm": LastNorm(),
-                "lm_head": Head(),
-                "qa_outputs": Replicated(),
+                f"{root(at)}lm_head": Head(),
+                f"{root(at)}qa_outputs": Replicated(),
                 **heads(model, at),
             },
         )
