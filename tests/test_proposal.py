@@ -307,6 +307,35 @@ class LooksBack(Layer):
         return x + self.mlp(self.two(torch.cat([x[:, :1], x[:, :-1]], dim=1)))
 
 
+class NormOfTokens(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(-2, keepdim=True))
+
+
+class NormalisesTokens(Layer):
+    def __init__(self, attend: type[Attend] = Attend, feed: type[Feed] = Feed) -> None:
+        super().__init__(attend, feed)
+        self.two = NormOfTokens(24)
+
+
+def repeat_kv(x: Tensor, times: int) -> Tensor:
+    return x.repeat(1, times, 1, 1)  # in turn: [0 1 0 1]
+
+
+class RepeatsInTurn(Attend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_rep = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.wq(x).view(b, s, self.n_heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(b, s, self.n_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(b, s, self.n_heads, self.head_dim).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, repeat_kv(k, self.n_rep), repeat_kv(v, self.n_rep))
+        return self.wo(y.transpose(1, 2).reshape(b, s, -1))
+
+
 class Pools(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.one(x))
@@ -349,4 +378,4 @@ TRAPS: dict[str, nn.Module] = {
 def test_code_that_a_split_would_change_is_refused(trap: str) -> None:
     doubts = propose(TRAPS[trap]).doubts
     assert doubts, propose(TRAPS[trap])
-    assert any(trap in doubt.why or "fused" in doubt.why or "not recognised" in doubt.why for doubt in doubts), doubts
+    assert any(trap in doubt.why or "fused" in doubt.why or "not known" in doubt.why for doubt in doubts), doubts

@@ -194,7 +194,7 @@ class _Proposer:
         for short, part in module.named_modules():
             full = f"{name}.{short}" if short else name
             if any(True for _ in part.parameters(recurse=False)):
-                self.doubt(full, f"a {type(part).__name__} that is not recognised", "Replicated(),")
+                self.doubt(full, f"what {type(part).__name__} does is not known", "Replicated(),")
 
     def region(self, name: str, module: nn.Module) -> Any:
         """Attention or an MLP: what it gives when it is called."""
@@ -294,4 +294,4 @@ class _Proposer:
         elif type(module).__module__.startswith("torch.nn."):
             self.rule(name, rules.Replicated())
         else:
-            self.doubt(name, f"a {type(module).__name__} that is not recognised", "Replicated(),")
+            self.doubt(name, f"what {type(module).__name__} does is not known", "Replicated(),")
