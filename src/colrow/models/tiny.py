@@ -49,6 +49,7 @@ LANGUAGE: Final = (
     "AutoModel",
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
 )
 
 
@@ -101,6 +102,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "qwen3": Family("as llama, with norms on the heads of q and k", own={"head_dim": 8}),
         "gemma2": Family(
             "four norms a block, soft caps, every other layer local",
+            LANGUAGE[:4],
             own={"head_dim": 8, "sliding_window": 8},
             options=_EAGER,
         ),
@@ -109,7 +111,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             LANGUAGE[:3],
             own={"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2},
         ),
-        "phi3": Family("fused [q | k | v] and [gate | up]", own={"pad_token_id": 0, "eos_token_id": 2}),
+        "phi3": Family("fused [q | k | v] and [gate | up]", LANGUAGE[:4], own={"pad_token_id": 0, "eos_token_id": 2}),
         "gpt2": Family(
             "Conv1D layers, fused [q | k | v], learned positions",
             own={"bos_token_id": 1, "eos_token_id": 2},
@@ -118,7 +120,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "gpt_neox": Family("[q k v] fused head by head, attention and MLP side by side"),
         "opt": Family(
             "learned positions with an offset, ReLU",
-            ("AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification"),
+            (*LANGUAGE[:3], LANGUAGE[4]),
             own={"pad_token_id": 1},
             names={"intermediate_size": "ffn_dim"},
             like={"word_embed_proj_dim": "hidden_size"},
@@ -131,11 +133,11 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
         "bert": Family(
             "an encoder, with norms after the residuals",
-            ("AutoModelForMaskedLM", "AutoModel", *LANGUAGE[2:]),
+            ("AutoModelForMaskedLM", *LANGUAGE),
         ),
         "t5": Family(
             "encoder and decoder, attention across, a bias for each head by distance",
-            ("AutoModelForSeq2SeqLM",),
+            ("AutoModelForSeq2SeqLM", *LANGUAGE[1:]),
             own={"d_kv": 8, "decoder_start_token_id": 0},
             names={"intermediate_size": "d_ff"},
             like={"num_decoder_layers": "num_hidden_layers"},
@@ -150,7 +152,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
         "deepseek_v3": Family(
             "latent attention, a mixture of experts with a shared one after a first dense layer",
-            ("AutoModelForCausalLM", "AutoModel"),
+            LANGUAGE[:4],
             own=_DEEPSEEK,
             like={"num_key_value_heads": "num_attention_heads"},
             options=_EAGER_EXPERTS,
@@ -208,7 +210,8 @@ def tiny_config(family: str, *, dropout: float = 0.0, **changes: Any) -> Any:
         theirs = known.names.get(name, name)
         if hasattr(default, theirs) or name not in SIZES:
             values[theirs] = value
-    values |= {name: values[other] for name, other in known.like.items()}
+    own = {name for name in changes if name not in SIZES}  # one of `SIZES` is asked of all families alike
+    values |= {name: values[other] for name, other in known.like.items() if name not in own}
     return set_dropout(AutoConfig.for_model(family, **values), dropout)
 
 
@@ -270,6 +273,12 @@ def batch(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
         given = {"input_ids": ids, "attention_mask": mask}
+        if config.is_encoder_decoder:
+            end = config.eos_token_id
+            given["input_ids"] = torch.where(ids == end, end + 1, ids)
+            given["input_ids"][:, -1] = end  # a classifier of sequences reads the only end of each
+            if kind.endswith("Model") and not kind.endswith("EncoderModel"):
+                given["decoder_input_ids"] = ids[:, :7]
     if kind.endswith("TokenClassification"):
         given["labels"] = torch.randint(config.num_labels, (2, 13), generator=generator)
     elif kind.endswith("Classification"):
