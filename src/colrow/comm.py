@@ -102,7 +102,7 @@ def all_here(verb: str, seconds: float = 20.0) -> None:
     """Wait until every rank of the run has come to the same call of `verb`: on one rank alone a collective would hang.
 
     Raises:
-        RankError: some did not come in time.
+        RankError: some did not come in time. The call does not count then: a later one is met by a later one.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -111,6 +111,7 @@ def all_here(verb: str, seconds: float = 20.0) -> None:
     others, deadline = [r for r in range(dist.get_world_size()) if r != dist.get_rank()], time.monotonic() + seconds
     while others := [rank for rank in others if store.add(f"colrow/{verb}/{rank}", 0) < mine]:
         if time.monotonic() > deadline:
+            store.add(f"colrow/{verb}/{dist.get_rank()}", -1)
             given, fix = (
                 f"ranks {others} did not call it within {seconds:.0f} s",
                 "Call it on every rank, not under `if`",

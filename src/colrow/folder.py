@@ -15,6 +15,7 @@ from torch import Tensor
 from colrow.errors import CheckpointError, near_misses
 from colrow.split import Split
 
+ONE_FILE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights are read from. (Files hold others too: of masks, and of quantised weights.)"""
@@ -35,7 +36,11 @@ class Folder:
         self._open: dict[Path, Any] = {}
         self.files: dict[str, Path] = {}
         listed = self._listed()
-        for file in sorted(set(listed.values())) if listed else sorted(path.glob("*.safetensors")):
+        if listed and (path / ONE_FILE).exists() and path / ONE_FILE not in listed.values():
+            given, fix = f"it has {ONE_FILE}, and {INDEX}, which does not name it", "Remove the one that is out of date"
+            raise self._error(given, "the weights are in one file, or in those of the index", fix)
+        alone = [path / ONE_FILE] if (path / ONE_FILE).exists() else sorted(path.glob("*.safetensors"))
+        for file in sorted(set(listed.values())) or alone:
             self._add(file)
         if not self.files:
             self._refuse_empty()
@@ -51,8 +56,12 @@ class Folder:
         """The file's name of it, "F32" say."""
         return self._slice(key).get_dtype()
 
+    def main_dtype(self) -> torch.dtype | None:
+        """That of the first tensor which is a weight, where config.json says nothing."""
+        return next((DTYPES[name] for key in self.files if (name := self.dtype(key)) in DTYPES), None)
+
     def read(self, key: str) -> Tensor:
-        """The whole tensor."""
+        """The whole tensor, in the memory of the mapped file: copy what is to be kept."""
         with self._readable(self.files[key]):
             return self._open[self.files[key]].get_tensor(key)
 

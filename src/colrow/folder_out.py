@@ -15,9 +15,21 @@ from torch import Tensor
 
 from colrow import comm
 from colrow.errors import CheckpointError
-from colrow.folder import INDEX
+from colrow.folder import INDEX, ONE_FILE
 
-_OF_A_MODEL: Final = {".json", ".safetensors", ".txt", ".model", ".jinja", ".md", ".py", ".bin", ".gitattributes"}
+TOKENIZER_FILES: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_REPLACED: Final = ("config.json", "generation_config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES)
+"""What a folder may hold that is replaced as a whole: what is written to it, and nothing else."""
 
 
 class FolderWriter:
@@ -29,9 +41,9 @@ class FolderWriter:
     """
 
     def __init__(self, path: Path, file_bytes: int) -> None:
-        self.path, self.file_bytes = path, file_bytes
+        self.path, self.file_bytes = path.resolve(), file_bytes
         self.active, self.problem = comm.is_rank_zero(), ""
-        self.writing = path.with_name(path.name + ".writing")
+        self.writing = self.path.parent / f"{self.path.name}.writing"
         self.pending: dict[str, Tensor] = {}
         self.files: list[list[str]] = []
         self.bytes = self.size = 0
@@ -53,7 +65,7 @@ class FolderWriter:
         if self.active and not self.problem:
             try:
                 action(*args)
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError, ValueError, TypeError) as error:  # transformers checks what it writes
                 self.problem = f"it could not be written ({' '.join(str(error).split())})"
 
     def finish(self) -> None:
@@ -63,18 +75,24 @@ class FolderWriter:
             CheckpointError: on every rank, if anything went wrong; the folder that was there is as it was.
         """
         self.attempt(self._close)
-        if self.active and self.problem:
-            shutil.rmtree(self.writing, ignore_errors=True)
         problem = comm.from_rank_zero(self.problem)
         if problem:
-            fix = "Free some space, or choose another folder; what was there is untouched"
+            fix = "Mend that, or choose another folder; what was there is untouched"
             raise CheckpointError(str(self.path), problem, "the folder is new or a model's, and has room", fix)
+
+    def __enter__(self) -> FolderWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing that is half written stays, whatever happened."""
+        if self.active:
+            shutil.rmtree(self.writing, ignore_errors=True)
 
     def _prepare(self) -> None:
         if self.path.exists():
-            foreign = [file.name for file in self.path.iterdir() if file.is_dir() or not _is_of_a_model(file)]
+            foreign = [file.name for file in self.path.iterdir() if file.is_dir() or not _is_replaced(file)]
             if foreign:
-                raise FileExistsError(f"the folder holds '{foreign[0]}', which is no part of a model")
+                raise FileExistsError(f"the folder holds '{foreign[0]}', which would be lost")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.writing, ignore_errors=True)
         self.writing.mkdir()
@@ -89,7 +107,7 @@ class FolderWriter:
         self._flush()
         count, listed = len(self.files), {}
         for number, names in enumerate(self.files, 1):
-            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            name = ONE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
             (self.writing / f"{number:05d}.safetensors").rename(self.writing / name)
             listed |= dict.fromkeys(names, name)
         if count > 1:
@@ -101,13 +119,18 @@ class FolderWriter:
         if self.path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             self.path.rename(replaced)
-        self.writing.rename(self.path)
+        try:
+            self.writing.rename(self.path)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self.path)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
         _sync(self.path.parent)
 
 
-def _is_of_a_model(file: Path) -> bool:
-    return file.suffix in _OF_A_MODEL or file.name.startswith(".")
+def _is_replaced(file: Path) -> bool:
+    return any(file.match(pattern) for pattern in _REPLACED)
 
 
 def _sync(path: Path) -> None:

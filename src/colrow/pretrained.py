@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from colrow import comm
 from colrow.checks import require_split
-from colrow.errors import CheckpointError, ColrowError, RankError
+from colrow.errors import CheckpointError, ColrowError, PlanError, RankError
 from colrow.folder import Folder
-from colrow.folder_out import FolderWriter
+from colrow.folder_out import TOKENIZER_FILES, FolderWriter
 from colrow.layout import check_mesh
 from colrow.parallelize import Maker, apply, resolve_alike
 from colrow.params import splits, true_name, unshard
 from colrow.plan import Plan
 from colrow.state import require_equal_replicas
 from colrow.weights import Weights, as_saved, saved_together
-
-TOKENIZER_FILES: Final = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
 
 
 def load_pretrained(
@@ -56,7 +45,8 @@ def load_pretrained(
         mesh, plan, sequence_parallel, check_inputs: as in `colrow.parallelize`.
         model_class: a class of transformers, Auto or not; the files may have more than it needs. Without it, the one
             that config.json names.
-        dtype: of the weights; without it, the one that config.json names. Parts that the class keeps in fp32 stay so.
+        dtype: of the weights; without it, the one that config.json names, or else the files'. Parts that the class
+            keeps in fp32 stay so.
 
     Returns: the model, in eval mode, as `from_pretrained`. Tied weights are tied, buffers are whole and as they were
     built, frozen in no part.
@@ -71,10 +61,11 @@ def load_pretrained(
     check_mesh(mesh, "colrow.load_pretrained")
     path = Path(path)
     with _together(mesh):
-        config = read_config(path)
-        model = _on_meta(path, config, model_class, dtype)
+        config, folder = read_config(path), Folder(path)
+        wanted = dtype or getattr(config, "dtype", None) or folder.main_dtype() or torch.float32
+        model = _on_meta(path, config, model_class, wanted)
         _make_buffers(model, comm.device(mesh))
-        weights = Weights(Folder(path), model, partly=model_class is not None)
+        weights = Weights(folder, model, partly=model_class is not None)
     resolved = resolve_alike(model, mesh, plan, sequence_parallel, weights.check)
 
     def values(module: nn.Module) -> tuple[dict[str, Maker], dict[str, Tensor]]:
@@ -103,44 +94,56 @@ def read_config(path: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        given = f"its config.json cannot be used ({' '.join(str(error).split())[:300]})"
+        if "trust_remote_code" in str(error):
+            allowed, fix = "transformers builds the model by itself", "Give the folder of a model that it knows"
+            raise CheckpointError(where, "the model wants code of its own (auto_map)", allowed, fix) from error
+        given = f"its config.json cannot be used ({_short(error)})"
         allowed = "the config of a model that transformers knows, without code of its own"
         raise CheckpointError(where, given, allowed, "Give another folder") from error
-    if getattr(config, "auto_map", None):
-        allowed, fix = "models are built by transformers alone", "Give the folder of a model that transformers knows"
-        raise CheckpointError(where, "the model wants code of its own (auto_map)", allowed, fix)
     if getattr(config, "quantization_config", None):
         allowed, fix = "weights in a floating-point dtype", "Give the folder of the model before it was quantised"
         raise CheckpointError(where, "its weights are quantised (quantization_config)", allowed, fix)
     return config
 
 
-def _on_meta(path: Path, config: Any, kind: type[nn.Module] | None, dtype: torch.dtype | None) -> Any:
+def _on_meta(path: Path, config: Any, kind: Any, dtype: torch.dtype) -> Any:
     """The model without values, in its dtypes."""
     import transformers
 
     name = (config.architectures or ["AutoModelForCausalLM"])[0]
-    found: Any = kind or getattr(transformers, name, None)
-    if found is None:
-        allowed, fix = "it is one of transformers' classes", "Pass model_class="
-        raise CheckpointError(str(path), f"its class is {name}", allowed, fix)
-    before, wanted = torch.get_default_dtype(), dtype or getattr(config, "dtype", None) or torch.float32
-    torch.set_default_dtype(wanted)
+    found: Any = kind or getattr(transformers, name, "")
+    if not hasattr(found, "from_config") and not _is_a_model(found):
+        allowed, fix = "it is one of transformers' models", "Pass model_class="
+        raise CheckpointError(str(path), f"its class is {getattr(found, '__name__', name)}", allowed, fix)
+    config.dtype, before = dtype, torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model = found.from_config(config) if hasattr(found, "from_config") else found(config)
+            model = found.from_config(config, dtype=dtype) if hasattr(found, "from_config") else found(config)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        given, fix = f"{found.__name__} cannot be built ({_short(error)})", "Correct config.json, or pass model_class="
+        raise CheckpointError(str(path), given, "the config fits the class", fix) from error
     finally:
         torch.set_default_dtype(before)
-    config.dtype = wanted
-    kept = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    kept += list(getattr(model, "_keep_in_fp32_modules", None) or ()) if wanted is torch.float16 else []
-    for name, param in model.named_parameters():
-        if wanted in (torch.float16, torch.bfloat16) and any(part in f".{name}." for part in (f".{k}." for k in kept)):
-            param.data = param.data.float()
+    kept = list(model._keep_in_fp32_modules_strict) if dtype in (torch.float16, torch.bfloat16) else []
+    kept += list(model._keep_in_fp32_modules) if dtype is torch.float16 else []
+    for name, value in model.state_dict(keep_vars=True).items():
+        if any(re.search(part.replace("*", ".*"), name) for part in kept):  # as transformers finds them
+            value.data = value.data.float()
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     model.name_or_path = str(path)
     return model
+
+
+def _is_a_model(found: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(found, type) and issubclass(found, PreTrainedModel)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _make_buffers(model: Any, device: torch.device) -> None:
@@ -170,39 +173,45 @@ def _together(mesh: DeviceMesh) -> Iterator[None]:
         raise RankError("colrow.load_pretrained", given, "every rank reads the same files", fix)
 
 
-def save_pretrained(model: Any, path: Path | str, *, tokenizer: Any = None, file_bytes: int = 2 << 30) -> None:
+def save_pretrained(
+    model: Any, path: Path | str, *, tokenizer: Any = None, file_bytes: int = 2 << 30, patience: float = 20.0
+) -> None:
     """Write a split Hugging Face model as a plain folder, which everything else loads.
 
     Arguments:
         path: the folder. It is written beside its place and renamed; a model's folder that is there is replaced.
         tokenizer: saved with it; without one, the tokenizer's files of the folder that the model was loaded from.
         file_bytes: the size of a file: the most that the first rank holds at a time, beside one tensor.
+        patience: how many seconds ranks wait for those that have not called it yet.
 
     Cost: every rank of the run must call it. An all-gather of every shard, one tensor at a time.
 
     Raises:
-        PlanError: the model is not split.
-        RankError: some ranks did not call it (within seconds), or replicas have drifted apart.
+        PlanError: the model is not split, or is none of transformers'.
+        RankError: some ranks did not call it in time, or replicas have drifted apart.
         CheckpointError: it could not be written; what was there is as it was.
     """
     require_split(model, "colrow.save_pretrained")
-    comm.all_here("colrow.save_pretrained")
-    require_equal_replicas(model)
-    path = Path(path)
-    if path.resolve() == Path(model.name_or_path).resolve() and path.exists():
+    if not _is_a_model(type(model)):
+        given, fix = f"{type(model).__name__} is no model of transformers", "Use colrow.checkpoint.save"
+        raise PlanError("colrow.save_pretrained", given, "a plain folder is of a model that transformers knows", fix)
+    path, start = Path(path), Path(model.name_or_path)
+    if model.name_or_path and path.exists() and path.resolve() == start.resolve():
         fix = "Choose another folder, and move it afterwards"
-        raise CheckpointError(str(path), "the model was loaded from there", "its files may still be open", fix)
-    writer = FolderWriter(path, file_bytes)
+        raise CheckpointError(str(path), "the model was loaded from there", "what it started from is kept", fix)
+    comm.all_here("colrow.save_pretrained", patience)
+    require_equal_replicas(model)
     tensors, by_name = {}, splits(model)
     for name, value in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(value), (true_name(name), value))
     named = dict(tensors.values())
-    for group in saved_together(model, named):
-        whole = {name: unshard(named[name], by_name.get(name)) for name in group}
-        for name, value in as_saved(model, whole).items() if writer.active else ():
-            writer.add(name, value)
-    writer.attempt(_write_beside, model, writer.writing, tokenizer)
-    writer.finish()
+    with FolderWriter(path, file_bytes) as writer:
+        for group in saved_together(model, named):
+            whole = {name: unshard(named[name], by_name.get(name)) for name in group}
+            for name, value in as_saved(model, whole).items() if writer.active else ():
+                writer.add(name, value)
+        writer.attempt(_write_beside, model, writer.writing, tokenizer)
+        writer.finish()
 
 
 def _write_beside(model: Any, folder: Path, tokenizer: Any) -> None:
@@ -210,6 +219,8 @@ def _write_beside(model: Any, folder: Path, tokenizer: Any) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(model.parameters()).dtype
+    if hasattr(config, "auto_map"):  # it names code that is not in this folder
+        del config.auto_map
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -218,4 +229,5 @@ def _write_beside(model: Any, folder: Path, tokenizer: Any) -> None:
         return
     for pattern in TOKENIZER_FILES:
         for file in Path(model.name_or_path).glob(pattern) if model.name_or_path else ():
-            shutil.copyfile(file, folder / file.name)
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)

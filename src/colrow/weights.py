@@ -56,7 +56,7 @@ class Weights:
             self.names.setdefault(id(value), []).append(name)
         self.sources: dict[str, str | Group] = {}
         self.unexpected: list[str] = []
-        self._assign(dict(model.state_dict()))
+        self._assign(model.state_dict())
 
     def check(self, model: nn.Module) -> None:
         """Every parameter is there, once, in its shape, in a dtype that is read; nothing is left over.
@@ -70,8 +70,14 @@ class Weights:
                 raise self.folder.missing(name, tuple(param.shape))
             for source in found.values():
                 self._check_one(name, param, source)
-        if self.partly:
-            return
+            self._check_ties(found)
+        for name, buffer in model.named_buffers():
+            for source in self._found(buffer).values():
+                self._check_shape(name, buffer, source)
+        if not self.partly:
+            self._check_unexpected(model)
+
+    def _check_unexpected(self, model: nn.Module) -> None:
         ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
         left = [key for key in self.unexpected if not any(pattern.search(key) for pattern in ignored)]
         if left:
@@ -82,19 +88,13 @@ class Weights:
 
     def parameter(self, param: Tensor, split: Split | None, mesh: DeviceMesh) -> DTensor:
         """A parameter at rest: this rank's slice of it is read, and converted to its dtype."""
-        (name, source), *others = self._found(param).items()
-        mine = self._read(name, source, param, split, mesh)
-        for other, twin in others:
-            if not torch.equal(mine, self._read(other, twin, param, split, mesh)):
-                given = f"'{name}' and '{other}' are one tensor in the model and two in the files"
-                fix = "Set tie_word_embeddings to false in config.json, if they are meant to differ"
-                raise CheckpointError(str(self.folder.path), given, "tied weights are equal", fix)
-        return at_rest(mine, split, mesh)
+        name, source = next(iter(self._found(param).items()))
+        return at_rest(self._read(name, source, param, split, mesh), split, mesh)
 
     def buffer(self, buffer: Tensor) -> Tensor | None:
         """A persistent buffer, if the files have it."""
         for name, source in self._found(buffer).items():
-            return self._whole(name, source).to(buffer.dtype)
+            return self._whole(name, source).to(buffer.dtype, copy=True)
         return None
 
     def _found(self, value: Tensor) -> dict[str, str | Group]:
@@ -108,7 +108,9 @@ class Weights:
         whole = self._whole(name, source)
         if tuple(whole.shape) != tuple(param.shape):
             raise self._other_shape(name, tuple(whole.shape), param)
-        return (split.take(whole, rank) if split is not None and split.sharded else whole).to(param.dtype)
+        if split is not None and split.sharded:
+            return split.take(whole, rank).to(param.dtype)
+        return whole.to(param.dtype, copy=True)  # the file may change later
 
     def _whole(self, name: str, source: str | Group) -> Tensor:
         if isinstance(source, str):
@@ -125,7 +127,7 @@ class Weights:
         made = converter.convert(group.first, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def _assign(self, wanted: Mapping[str, Tensor]) -> None:
+    def _assign(self, wanted: dict[str, Tensor]) -> None:
         """Give each tensor in the files to a tensor of the model, as transformers does."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -137,9 +139,9 @@ class Weights:
         prefix, buffers = self.model.base_model_prefix, {name for name, _ in self.model.named_buffers()}
         groups: dict[str, Group] = {}
         for key in sorted(self.folder.files, key=_natural):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, dict(wanted))
+            name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
             if name not in wanted and key in wanted:
-                name, pattern = rename_source_key(key, [], [], prefix, dict(wanted))
+                name, pattern = rename_source_key(key, [], [], prefix, wanted)
             if name not in wanted:
                 if name not in buffers:  # one that the model makes by itself was a part of older files
                     self.unexpected.append(key)
@@ -159,8 +161,22 @@ class Weights:
                 given = f"'{key}' is stored as {self.folder.dtype(key)}"
                 fix = "Give the folder of the model before it was quantised"
                 raise CheckpointError(str(self.folder.path), given, f"weights are read from {', '.join(DTYPES)}", fix)
-        if isinstance(source, str) and self.folder.shape(source) != tuple(param.shape):
-            raise self._other_shape(name, self.folder.shape(source), param)
+        self._check_shape(name, param, source)
+
+    def _check_shape(self, name: str, value: Tensor, source: str | Group) -> None:
+        if isinstance(source, str) and self.folder.shape(source) != tuple(value.shape):
+            raise self._other_shape(name, self.folder.shape(source), value)
+
+    def _check_ties(self, found: Mapping[str, str | Group]) -> None:
+        """A tensor that the model has once, and the files under several names, must be the same under each. All of it
+        is compared, in the mapped files: every rank finds the same."""
+        (name, first), *others = found.items()
+        for other, twin in others:
+            if isinstance(first, str) and isinstance(twin, str):
+                if not torch.equal(self.folder.read(first), self.folder.read(twin)):
+                    given = f"'{name}' and '{other}' are one tensor in the model and two in the files"
+                    fix = "Set tie_word_embeddings to false in config.json, if they are meant to differ"
+                    raise CheckpointError(str(self.folder.path), given, "tied weights are equal", fix)
 
     def _other_shape(self, name: str, shape: tuple[int, ...], param: Tensor) -> CheckpointError:
         given = f"'{name}' has shape {shape} in {self.folder.path} and {tuple(param.shape)} in the model"
