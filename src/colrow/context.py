@@ -42,12 +42,15 @@ class Call:
         tokens: the whole shape, without the hidden dimension, while the stream is sharded.
         until_done: a stack of what is to be left when the model's call ends; only a whole model's call has one.
         split_logits: whether `loss.SplitLogits` is on that stack.
+        inference: whether the model was called without gradients. (A block alone cannot know: checkpointing calls it
+            without them, and again with them.)
         whole: whether the stream stays whole in all of this call, as without sequence parallelism.
     """
 
     tokens: Shape | None = None
     until_done: ExitStack | None = None
     split_logits: bool = False
+    inference: bool = False
     whole: bool = False
 
 

@@ -30,7 +30,7 @@ class Stack(SplitModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_called_by_itself():
             return super().forward(*args, **kwargs)
-        with ExitStack() as stack, running(Call(until_done=stack)) as call:
+        with ExitStack() as stack, running(Call(until_done=stack, inference=not torch.is_grad_enabled())) as call:
             if may_drop(self):
                 stack.enter_context(agreed_draws(self.mesh))
             out = super().forward(*args, **kwargs)

@@ -146,7 +146,7 @@ class Block(SplitModule):
         alone = outer is None and not in_backward()
         agreed = agreed_draws(self.mesh) if alone and may_drop(self) else nullcontext()
         if self._stays_whole(x, outer):
-            with running(outer or Call(whole=True)), agreed, self._dropout():
+            with self._dropout():
                 return super().forward(x, *args, **kwargs)
         known = outer.tokens if outer is not None else None if alone else marked(x, self.where)
         mark(x, known)
@@ -169,12 +169,10 @@ class Block(SplitModule):
     def _stays_whole(self, x: Tensor, call: Call | None) -> bool:
         """Without gradients sequence parallelism saves next to nothing; on few tokens its four collectives cost more
         time than two all-reduces. So the stream is not sharded for them, in this block and in those that follow."""
-        if call is not None and (call.whole or call.tokens is not None):
-            return call.whole
-        whole = not torch.is_grad_enabled() and prod(x.shape[:-1]) <= FEW
-        if call is not None:
-            call.whole = whole
-        return whole
+        if call is None or call.whole or call.tokens is not None:
+            return call is not None and call.whole
+        call.whole = call.inference and prod(x.shape[:-1]) <= FEW
+        return call.whole
 
     def _dropout(self) -> AbstractContextManager[Any]:
         if not self.training or not may_drop(self, inside=False):
