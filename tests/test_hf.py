@@ -178,9 +178,9 @@ def test_a_decoder_with_cross_attention(ranks: Any, size: int) -> None:
 def logits_stay_split(family: str) -> None:
     for sequence_parallel in (True, False):
         reference, split = both(family, sequence_parallel=sequence_parallel)
-        given = models.batch(reference)
+        given: dict[str, Any] = models.batch(reference)
         assert isinstance(split(**given).logits, DTensor), "beside a loss the logits are not gathered"
-        del given["labels"]
+        given |= {"labels": None} | ({"decoder_input_ids": given["input_ids"]} if family == "t5" else {})
         assert type(split(**given).logits) is Tensor, "without a loss they are whole"
 
 
