@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import ctypes
+import gc
+import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -31,10 +37,11 @@ from pool import mesh
 from test_hf import named
 
 
-def write(folder: Path, family: str = "llama", kind: str | None = None, shard: str = "5GB", **changes: Any) -> Path:
+def write(folder: Path, family: str = "llama", kind: str | None = None, **changes: Any) -> Path:
     """A folder as transformers writes it, with random biases and gains."""
-    dtype = changes.pop("dtype", torch.float32)
-    tiny(family, kind, **changes).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    dtype, shard = changes.pop("dtype", torch.float32), changes.pop("shard", "5GB")
+    model: Any = tiny(family, kind, **changes).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
     return folder
 
 
@@ -47,7 +54,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            found |= {key: tensors.get_tensor(key).clone() for key in tensors.keys()}  # noqa: SIM118 - it is no dict
+            found |= {key: tensors.get_tensor(key).clone() for key in tensors.keys()}
     return found
 
 
@@ -85,8 +92,9 @@ def equals_from_pretrained(folder: Path, dtype: torch.dtype | None) -> None:
     assert all(x.dtype == torch.float32 and x[0] == 1.0 for x in frequencies), "rotary frequencies stay exact"
     rank = mesh().get_local_rank()
     for name, param, parts in named_parts(split):
-        mine, sharded = local_of(param), parts is not None and parts.sharded
-        assert torch.equal(mine, parts.take(want[name], rank) if sharded else want[name]), f"{name} is another slice"
+        mine = local_of(param)
+        wanted = parts.take(want[name], rank) if parts is not None and parts.sharded else want[name]
+        assert torch.equal(mine, wanted), f"{name} is another slice"
         assert mine.untyped_storage().nbytes() == mine.nbytes, f"{name} holds more than its slice"
     if reference.dtype == torch.float32:
         assert relative(logits(split), logits(reference)) <= FP32
@@ -122,3 +130,101 @@ def test_in_another_dtype(ranks: Any, folders: dict[str, Path]) -> None:
     """Some parts stay in fp32, as their classes say (t5's `wo`, a router's bias); so do rotary frequencies."""
     some = {name: folders[name] for name in ("llama", "bloom", "t5", "mixtral", "deepseek_v3")}
     ranks(2).run(load_all, some, [torch.bfloat16, torch.float16])
+
+
+def reads(folder: Path, **options: Any) -> None:
+    """The weights that transformers reads, and the same logits."""
+    split = load_pretrained(folder, mesh(), **options)
+    kind = options.get("model_class") or auto(split.config.architectures[0])
+    reference = kind.from_pretrained(folder)
+    same(full_state_dict(split), reference.state_dict())
+    assert len(list(split.parameters())) == len(list(reference.parameters())), "what is tied stays tied"
+    assert relative(logits(split), logits(reference)) <= (FP32 if split.dtype == torch.float32 else 0.05)
+
+
+def test_several_files_with_an_index(ranks: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", "mixtral", shard="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3 and (folder / INDEX).exists()
+    ranks(2).run(reads, folder)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_TIE_4_tied_weights_without_a_key_for_the_head(ranks: Any, tmp_path: Path, size: int, family: str) -> None:
+    folder = write(tmp_path / "m", family, tie_word_embeddings=True)
+    assert not any("head" in key or "decoder.weight" in key for key in Folder(folder).files)
+    ranks(size).run(reads, folder)
+
+
+def test_tied_weights_that_the_file_has_twice(ranks: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", tie_word_embeddings=True)
+    tensors = read_tensors(folder)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    ranks(2).run(reads, folder)
+
+
+def test_a_config_in_bf16(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(reads, write(tmp_path / "m", dtype=torch.bfloat16))
+
+
+def test_a_config_without_a_dtype(ranks: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", dtype=torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    ranks(2).run(reads, folder)
+
+
+@pytest.mark.parametrize("kind", [transformers.LlamaModel, transformers.AutoModel, transformers.AutoModelForCausalLM])
+def test_another_class_of_the_same_folder(ranks: Any, tmp_path: Path, kind: Any) -> None:
+    ranks(3).run(reads, write(tmp_path / "m"), model_class=kind)
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory that this process has meanwhile, beyond what it had before."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would be used again, and not be seen
+        self.done, self.start_bytes, self.bytes = threading.Event(), anonymous(), 0
+
+    def __enter__(self) -> Peak:
+        self.start()
+        return self
+
+    def run(self) -> None:
+        while not self.done.wait(0.0005):
+            self.bytes = max(self.bytes, anonymous() - self.start_bytes)
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.join()
+
+
+def anonymous() -> int:
+    """Bytes of memory that no file stands behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def memory_to_load(folder: Path, small: Path, dtype: torch.dtype | None) -> tuple[int, int, int]:
+    """Bytes at the peak, of the shards, of the largest tensor."""
+    load_pretrained(small, mesh(), dtype=dtype)  # what is imported and kept at the first time
+    with Peak() as peak:
+        split = load_pretrained(folder, mesh(), dtype=dtype)
+    shards = sum(local_of(param).nbytes for param in split.parameters())
+    return peak.bytes, shards, max(param.numel() * param.element_size() for param in split.parameters())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize(("family", "dtype"), [("llama", None), ("mixtral", torch.bfloat16)])
+def test_MEM_1_loading_holds_the_shard_and_little_more(ranks: Any, tmp_path: Path, family: str, dtype: Any) -> None:
+    """16 MiB tensors, as they are; experts' that are converted and stacked on the way."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 2048 if family == "llama" else 512, "num_hidden_layers": 2}
+    config = models.tiny_config(family, **sizes)
+    model: Any = models.from_config(config, FAMILIES[family].kinds[0])
+    model.save_pretrained(tmp_path / "m")
+    for peak, shard, largest in ranks(2).run(memory_to_load, tmp_path / "m", write(tmp_path / "small", family), dtype):
+        assert shard // 2 <= peak, "the measurement sees the shards"
+        assert peak <= shard + 2 * largest, f"{peak >> 20} MiB for {shard >> 20} MiB of shards"

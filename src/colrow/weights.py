@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from colrow.errors import CheckpointError
+from colrow.errors import CheckpointError, near_misses
 from colrow.folder import DTYPES, Folder
 from colrow.params import at_rest
 from colrow.split import Split
@@ -38,6 +38,26 @@ class Group:
     converter: Any
     keys: dict[str, list[str]] = field(default_factory=dict)
     made: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it makes one tensor (experts, ...), of a tensor for each expert, or of several side by side."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        match self.converter.operations:
+            case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
+                return len(self.converter.target_patterns) == 1
+            case _:
+                return False
+
+    def cuts(self, split: Split) -> dict[str, Split]:
+        """By pattern, how to cut each expert's tensor, so that they stack to a rank's slice; {} if they do not."""
+        if not self.is_stack or split.dim == 0 or len(split.pieces) != len(self.keys):
+            return {}
+        if len(split.pieces) > 1 and split.dim != 1:
+            return {}
+        patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.keys]
+        return {p: Split(split.dim - 1, (piece,), split.ranks) for p, piece in zip(patterns, split.pieces, strict=True)}
 
 
 class Weights:
@@ -94,7 +114,7 @@ class Weights:
     def buffer(self, buffer: Tensor) -> Tensor | None:
         """A persistent buffer, if the files have it."""
         for name, source in self._found(buffer).items():
-            return self._whole(name, source).to(buffer.dtype, copy=True)
+            return self._whole(name, source, buffer.dtype).to(buffer.dtype, copy=True)
         return None
 
     def _found(self, value: Tensor) -> dict[str, str | Group]:
@@ -103,28 +123,43 @@ class Weights:
 
     def _read(self, name: str, source: str | Group, param: Tensor, split: Split | None, mesh: DeviceMesh) -> Tensor:
         rank = mesh.get_local_rank()
-        if isinstance(source, str) and split is not None and split.sharded:
-            return self.folder.read_slice(source, split, rank, param.dtype)
-        whole = self._whole(name, source)
+        if split is not None and split.sharded:
+            if isinstance(source, str):
+                return self.folder.read_slice(source, split, rank, param.dtype)
+            if cuts := source.cuts(split):
+                (mine,) = self._convert(source, param.dtype, cuts, rank).values()
+                return mine
+        whole = self._whole(name, source, param.dtype)
         if tuple(whole.shape) != tuple(param.shape):
-            raise self._other_shape(name, tuple(whole.shape), param)
+            raise self._other_shape(name, tuple(whole.shape), tuple(param.shape))
         if split is not None and split.sharded:
             return split.take(whole, rank).to(param.dtype)
         return whole.to(param.dtype, copy=True)  # the file may change later
 
-    def _whole(self, name: str, source: str | Group) -> Tensor:
+    def _whole(self, name: str, source: str | Group, dtype: torch.dtype) -> Tensor:
         if isinstance(source, str):
             return self.folder.read(source)
         if name not in source.made:
-            source.made = self._convert(source)
+            source.made = self._convert(source, dtype, {}, 0)
         return source.made.pop(name)
 
-    def _convert(self, group: Group) -> dict[str, Tensor]:
+    def _convert(self, group: Group, dtype: torch.dtype, cuts: Mapping[str, Split], rank: int) -> dict[str, Tensor]:
+        """The tensors of the model that a group makes; with `cuts`, a rank's slice. The dtype is changed first."""
         converter = copy.deepcopy(group.converter)
         for pattern, keys in group.keys.items():
             for key in keys:
-                converter.add_tensor(group.first, key, pattern, self.folder.read(key))
-        made = converter.convert(group.first, model=self.model, config=self.model.config)
+                if pattern in cuts:
+                    value = self.folder.read_slice(key, cuts[pattern], rank, dtype)
+                else:
+                    value = self.folder.read(key).to(dtype)
+                converter.add_tensor(group.first, key, pattern, value)
+        try:
+            made = converter.convert(group.first, model=self.model, config=self.model.config)
+        except (RuntimeError, ValueError) as error:
+            keys = [key for some in group.keys.values() for key in some]
+            given = f"'{group.first}' cannot be made of {near_misses(group.first, keys)} ({error})"
+            fix = "Give the folder whose config.json belongs to these files"
+            raise CheckpointError(str(self.folder.path), given, "their shapes fit together", fix) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _assign(self, wanted: dict[str, Tensor]) -> None:
@@ -164,8 +199,18 @@ class Weights:
         self._check_shape(name, param, source)
 
     def _check_shape(self, name: str, value: Tensor, source: str | Group) -> None:
-        if isinstance(source, str) and self.folder.shape(source) != tuple(value.shape):
-            raise self._other_shape(name, self.folder.shape(source), value)
+        wanted = tuple(value.shape)
+        if isinstance(source, str):
+            if self.folder.shape(source) != wanted:
+                raise self._other_shape(name, self.folder.shape(source), wanted)
+        elif source.is_stack:
+            rows, rest = divmod(wanted[1], len(source.keys))
+            for keys in source.keys.values():
+                if len(keys) != wanted[0] or rest:
+                    raise self._other_shape(name, (len(keys), *self.folder.shape(keys[0])), wanted)
+                for key in keys:
+                    if self.folder.shape(key) != (rows, *wanted[2:]):
+                        raise self._other_shape(key, self.folder.shape(key), (rows, *wanted[2:]))
 
     def _check_ties(self, found: Mapping[str, str | Group]) -> None:
         """A tensor that the model has once, and the files under several names, must be the same under each. All of it
@@ -178,8 +223,8 @@ class Weights:
                     fix = "Set tie_word_embeddings to false in config.json, if they are meant to differ"
                     raise CheckpointError(str(self.folder.path), given, "tied weights are equal", fix)
 
-    def _other_shape(self, name: str, shape: tuple[int, ...], param: Tensor) -> CheckpointError:
-        given = f"'{name}' has shape {shape} in {self.folder.path} and {tuple(param.shape)} in the model"
+    def _other_shape(self, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> CheckpointError:
+        given = f"'{name}' has shape {shape} in {self.folder.path} and {wanted} in the model"
         fix = "Give the folder whose config.json belongs to these files"
         return CheckpointError(name, given, "files and config say the same shapes", fix)
 
