@@ -138,7 +138,7 @@ def test_AC_1_recomputing_gives_the_same_gradients(ranks: Any, size: int, tolera
 
 
 def experts(family: str, implementation: str) -> None:
-    sizes = {"intermediate_size": 48, "moe_intermediate_size": 24, "experts_implementation": implementation}
+    sizes = {"intermediate_size": 24, "moe_intermediate_size": 24, "experts_implementation": implementation}
     for sequence_parallel in (True, False):
         with named(f"{sequence_parallel=}"):
             reference: Any = tiny(family, **sizes)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from colrow.families.hf import base, blocks, config_of, heads, norms, there
-from colrow.plan import GROUPS, HEADS, KV_HEADS, Attention, Column, Drop, LastNorm, Mlp, Plan, Row, Vocab
+from colrow.families.hf import base, blocks, heads, norms, there
+from colrow.plan import GROUPS, HEADS, Attention, Column, Drop, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:
-    """The rules for any of HF's classes of the family."""
-    at, config = base(model, "word_embeddings"), config_of(model)
-    by_group = config.new_decoder_architecture or not config.multi_query
-    qkv = Column(GROUPS) if by_group else Column(HEADS, KV_HEADS, KV_HEADS)
+    """The rules for any of HF's classes of the family. (One key/value head for all is one group, [q .. q k v].)"""
+    at = base(model, "word_embeddings")
     return there(
         model,
         {
             f"{at}word_embeddings": Vocab(),
             **norms(f"{at}h.*.ln_*", f"{at}h.*.*layernorm"),
             f"{at}h.*.self_attention": Attention(heads="num_heads", kv_heads="num_kv_heads", per_head=("alibi",)),
-            f"{at}h.*.self_attention.query_key_value": qkv,
+            f"{at}h.*.self_attention.query_key_value": Column(GROUPS),
             f"{at}h.*.self_attention.dense": Row(HEADS),
             f"{at}h.*.self_attention.attention_dropout": Drop(HEADS),
             f"{at}h.*.mlp": Mlp(),
