@@ -155,17 +155,22 @@ def test_partial_sums_are_one_bucket_of_exactly_their_elements(ranks: Any) -> No
         assert got == want
 
 
-def without_grad(sequence_parallel: bool) -> dict[str, int]:
+def without_grad(sequence_parallel: bool, rows: int) -> dict[str, int]:
     model: Any = colrow.parallelize(gpt(), mesh(), sequence_parallel=sequence_parallel, check_inputs=0)
     with torch.no_grad(), Wire() as wire:
-        model(ids())
+        model(ids(rows))
     return counts(wire.take())
 
 
 def test_inference_sends_the_same_and_gathers_the_logits(ranks: Any) -> None:
-    assert ranks(2).run(without_grad, False, timeout=LIMIT) == [{"all_reduce": 5, "all_gather": 1}] * 2
+    tp = {"all_reduce": 5, "all_gather": 1}
     sp = {"all_reduce": 1, "all_gather": 6, "reduce_scatter": 4}
-    assert ranks(2).run(without_grad, True, timeout=LIMIT) == [sp] * 2
+    assert ranks(2).run(without_grad, False, 2, timeout=LIMIT) == [tp] * 2
+    assert ranks(2).run(without_grad, True, 5, timeout=LIMIT) == [sp] * 2
+
+
+def test_GEN_2_a_few_tokens_of_inference_are_not_sharded(ranks: Any) -> None:
+    assert ranks(2).run(without_grad, True, 2, timeout=LIMIT) == [{"all_reduce": 5, "all_gather": 1}] * 2
 
 
 def frozen(part: str, sequence_parallel: bool) -> dict[str, int]:
