@@ -52,7 +52,11 @@ ORDER = (
     "show",
     "runs",
     "sample",
+    "generate",
+    "text",
+    "loop",
     "train",
+    "finetune",
     "cli",
     "__main__",
 )

@@ -168,7 +168,7 @@ def test_the_plan_in_numbers(capfd: pytest.CaptureFixture[str]) -> None:
     assert set(plan) == {"tp", "parameters", "replicated_bytes", "sharded_bytes_per_rank"} and plan["tp"] == 3
     by_name = {row["name"]: row for row in plan["parameters"]}
     with torch.device("meta"):
-        model = GPT(TrainOptions(layers=2, heads=5, width=40).model(256))
+        model = GPT(TrainOptions(layers=2, heads=5, width=40).gpt(256))
     assert by_name.keys() == {name for name, _ in model.named_parameters()}
     assert by_name["blocks.0.attention.qkv.weight"] == {
         "name": "blocks.0.attention.qkv.weight",

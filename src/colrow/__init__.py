@@ -44,6 +44,8 @@ from colrow.plan import Router as Router
 from colrow.plan import Row as Row
 from colrow.plan import Sliced as Sliced
 from colrow.plan import Vocab as Vocab
+from colrow.pretrained import load_pretrained as load_pretrained
+from colrow.pretrained import save_pretrained as save_pretrained
 from colrow.resolve import resolve as resolve
 from colrow.state import clip_grad_norm_ as clip_grad_norm_
 from colrow.state import full_grads as full_grads

@@ -122,7 +122,7 @@ def read(paths: Sequence[Path]) -> bytes:
 def _standard_library(folder: Path) -> bytes:
     texts, size = [], 0
     for path in sorted(folder.glob("*.py")):
-        text = _read_file(path)
+        text = read_file(path)
         if size + len(text) > DEFAULT_LIMIT:
             break
         texts.append(text)
@@ -135,25 +135,40 @@ def _standard_library(folder: Path) -> bytes:
 
 def _read_path(path: Path) -> bytes:
     if not path.is_dir():
-        text = _read_file(path)
+        text = read_file(path)
         if not text.strip():
             raise DataError(
                 f"--data {path}", "the file is empty", "a run needs text to learn from", "Give another file"
             )
         return text
-    inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-    texts = [text for text in map(_read_file, inside) if text.strip() and b"\0" not in text[:8192]]
+    inside = files(path)
+    texts = [text for text in map(read_file, inside) if text.strip() and not is_binary(text)]
     if not texts:
-        given = f"the folder holds {len(inside)} files, and none with text"
-        raise DataError(f"--data {path}", given, "a folder must hold text files", "Give another folder, or a file")
+        raise no_text(path, len(inside))
     return b"\n".join(texts)
+
+
+def files(folder: Path) -> list[Path]:
+    """Every file in a folder and below, in order of its path; hidden ones do not count."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(folder)))
+
+
+def is_binary(content: bytes) -> bool:
+    return b"\0" in content[:8192]
+
+
+def no_text(folder: Path, count: int) -> DataError:
+    """The error for a folder without text."""
+    given = f"the folder holds {count} files, and none with text"
+    return DataError(f"--data {folder}", given, "a folder must hold text files", "Give another folder, or a file")
 
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
-def _read_file(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Raises: DataError: it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

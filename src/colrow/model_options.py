@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from colrow.errors import DataError
 from colrow.models import GPT
-from colrow.options import TrainOptions
+from colrow.options import TrainOptions, refuse_given
 from colrow.source import OWN, OwnModel, find
 from colrow.verify import Settings
 
@@ -84,10 +84,7 @@ class PlanOptions:
         if self.model == OWN:
             self._training().check()
             return
-        given = next((f.name for f in fields(self) if f.name in _SIZES and getattr(self, f.name) != f.default), None)
-        if given is not None:
-            option, allowed = f"--{given.replace('_', '-')}", f"it is for --model {OWN}; other models have a config"
-            raise DataError(option, f"given with --model {self.model}", allowed, "Leave it out")
+        refuse_given(self, _SIZES, f"--model {self.model}", f"it is for --model {OWN}; other models have a config")
 
     def on_meta(self) -> nn.Module:
         """The model, without memory."""
@@ -95,7 +92,7 @@ class PlanOptions:
         if not isinstance(source, OwnModel):
             return source.on_meta()
         with torch.device("meta"):
-            return GPT(self._training().model(self.vocab_size))
+            return GPT(self._training().gpt(self.vocab_size))
 
     def _training(self) -> TrainOptions:
         return TrainOptions(**{name: getattr(self, name) for name in _SIZES})

@@ -2,9 +2,10 @@
 
 runs/gpt/
     options.json      what the run was started with; `--resume` starts from it
-    tokenizer.json    how its text became tokens
+    tokenizer.json    how its text became tokens, where the run has made the tokenizer
     metrics.jsonl     a line a step
     step-000300/      checkpoints: see `storage`
+    model/            a finetuned model, as a Hugging Face folder
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ def saved_options(folder: Path) -> dict[str, Any]:
         raise CheckpointError(str(folder), given, "--resume goes on with a run's folder", fix) from error
 
 
-def open_folder(out: Path | None, options: dict[str, Any], tokenizer: Tokenizer, *, resume: bool) -> Path:
+def open_folder(
+    out: Path | None, options: dict[str, Any], tokenizer: Tokenizer | None, *, resume: bool, name: str = "gpt"
+) -> Path:
     """Make the run's folder, with its options and its tokenizer. The first rank does; every rank learns how it went.
+
+    Arguments:
+        out: the folder; without one, a new one in `RUNS`, called `name`, that of the model.
+        tokenizer: one that the run has made, if any.
 
     Raises:
         CheckpointError: the folder holds another run, or there is none to resume.
@@ -60,7 +67,7 @@ def open_folder(out: Path | None, options: dict[str, Any], tokenizer: Tokenizer,
     answer: dict[str, Any] = {}
     if comm.is_rank_zero():
         try:
-            answer = {"out": str(_open(out, options, tokenizer, resume))}
+            answer = {"out": str(_open(out, options, tokenizer, resume, name))}
         except (CheckpointError, DataError) as error:
             answer = {"kind": type(error).__name__, "clauses": [error.where, error.given, error.allowed, error.fix]}
     answer = json.loads(comm.from_rank_zero(json.dumps(answer)))
@@ -69,22 +76,26 @@ def open_folder(out: Path | None, options: dict[str, Any], tokenizer: Tokenizer,
     return Path(answer["out"])
 
 
-def _open(out: Path | None, options: dict[str, Any], tokenizer: Tokenizer, resume: bool) -> Path:
+def _open(out: Path | None, options: dict[str, Any], tokenizer: Tokenizer | None, resume: bool, name: str) -> Path:
     if resume:
         folder = latest() if out is None else out
         if not find(folder):
             given, fix = "it holds no checkpoint", "Give the --out of an earlier run, or start one without --resume"
             raise CheckpointError(str(folder), given, "--resume goes on from a checkpoint", fix)
     else:
-        folder = _unused() if out is None else out
+        folder = _unused(name) if out is None else out
         if find(folder):
             given, fix = "it holds the checkpoints of a run", "Add --resume to go on with it, or give another --out"
+            raise CheckpointError(str(folder), given, "a new run needs a folder of its own", fix)
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / _OPTIONS).exists():
+            given, fix = "it exists and is no run's", "Give --out a new folder"
             raise CheckpointError(str(folder), given, "a new run needs a folder of its own", fix)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / _OPTIONS, json.dumps(options, indent=1) + "\n")
         if not resume:
-            _write(folder / _TOKENIZER, tokenizer.to_text())
+            if tokenizer is not None:
+                _write(folder / _TOKENIZER, tokenizer.to_text())
             (folder / _METRICS).unlink(missing_ok=True)
     except OSError as error:
         given = f"it cannot be written ({error.strerror or error})"
@@ -99,9 +110,9 @@ def _write(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def _unused() -> Path:
+def _unused(name: str) -> Path:
     number = 1
-    while (path := RUNS / ("gpt" if number == 1 else f"gpt-{number}")).exists():
+    while (path := RUNS / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
     return path
 

@@ -49,14 +49,14 @@ class Tiny:
     family: str
 
     def build(self, *, dropout: float, seed: int) -> nn.Module:
-        _transformers()
+        quiet_transformers()
         return tiny.tiny(self.family, dropout=dropout, seed=seed)
 
     def batch(self, model: nn.Module, *, seed: int) -> dict[str, Tensor]:
         return tiny.batch(model, seed)
 
     def on_meta(self) -> nn.Module:
-        _transformers()
+        quiet_transformers()
         family, _ = tiny.resolve_alias(self.family, {})
         with torch.device("meta"):
             return tiny.from_config(tiny.tiny_config(self.family), tiny.FAMILIES[family].kinds[0])
@@ -73,7 +73,7 @@ class Saved:
         kind = self._kind(config)
         if self.has_weights:
             with self._readable("its weights cannot be loaded"):
-                found = getattr(_transformers(), kind)
+                found = getattr(quiet_transformers(), kind)
                 model = found.from_pretrained(self.path, config=config, local_files_only=True, use_safetensors=True)
         else:
             model = tiny.randomize(tiny.from_config(config, kind), seed)
@@ -96,12 +96,12 @@ class Saved:
 
     def _config(self) -> Any:
         with self._readable("its config cannot be used"):
-            return _transformers().AutoConfig.from_pretrained(self.path, local_files_only=True)
+            return quiet_transformers().AutoConfig.from_pretrained(self.path, local_files_only=True)
 
     def _kind(self, config: Any) -> str:
         """The class that the config names; without a name, a language model."""
         kind = (config.architectures or ["AutoModelForCausalLM"])[0]
-        if not hasattr(_transformers(), kind):
+        if not hasattr(quiet_transformers(), kind):
             fix = "Load the model in Python, and compare it with colrow.parallelize(model, mesh['tp'], plan)"
             raise DataError(f"--model {self.path}", f"its class is {kind}", "it must be one of transformers'", fix)
         return kind
@@ -167,7 +167,7 @@ def _check_path(model: str) -> None:
         raise DataError(where, given, allowed, "Write them anew with model.save_pretrained(...)")
 
 
-def _transformers() -> Any:
+def quiet_transformers() -> Any:
     """The package, with nothing to say on stdout or stderr: the command speaks."""
     import transformers
 
