@@ -24,6 +24,7 @@ from colrow.layout import check_mesh
 from colrow.parallelize import Maker, apply, resolve_alike
 from colrow.params import splits, true_name, unshard
 from colrow.plan import Plan
+from colrow.split import Split
 from colrow.state import require_equal_replicas
 from colrow.weights import Weights, as_saved, saved_together
 
@@ -181,7 +182,8 @@ def save_pretrained(
     Arguments:
         path: the folder. It is written beside its place and renamed; a model's folder that is there is replaced.
         tokenizer: saved with it; without one, the tokenizer's files of the folder that the model was loaded from.
-        file_bytes: the size of a file: the most that the first rank holds at a time, beside one tensor.
+        file_bytes: the size of a file: the most that the first rank holds at a time, beside the tensor that is being
+            gathered and the copies that this takes.
         patience: how many seconds ranks wait for those that have not called it yet.
 
     Cost: every rank of the run must call it. An all-gather of every shard, one tensor at a time.
@@ -207,11 +209,16 @@ def save_pretrained(
     named = dict(tensors.values())
     with FolderWriter(path, file_bytes) as writer:
         for group in saved_together(model, named):
-            whole = {name: unshard(named[name], by_name.get(name)) for name in group}
-            for name, value in as_saved(model, whole).items() if writer.active else ():
-                writer.add(name, value)
+            _write_group(writer, model, {name: (named[name], by_name.get(name)) for name in group})
         writer.attempt(_write_beside, model, writer.writing, tokenizer)
         writer.finish()
+
+
+def _write_group(writer: FolderWriter, model: Any, group: dict[str, tuple[Tensor, Split | None]]) -> None:
+    """Gather the tensors of one group and write them; they are let go with the end of this call."""
+    whole = {name: unshard(value, split) for name, (value, split) in group.items()}
+    for name, value in as_saved(model, whole).items() if writer.active else ():
+        writer.add(name, value)
 
 
 def _write_beside(model: Any, folder: Path, tokenizer: Any) -> None:
