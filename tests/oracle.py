@@ -11,26 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import colrow
+from colrow.models.tiny import randomize as randomize
 
 FP64 = 1e-10
 """fp64 asks whether the algebra is right: rounding is near 1e-15 a step, a wrong factor or lost term of order 1."""
 FP32 = 1e-5
 """fp32 over a few layers: sums of some hundred terms, taken in another order."""
-
-
-def randomize(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
-    """Random biases and gains: the usual zeros and ones hide a bias that is counted twice, or a lost gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64) * scale
-            if name.endswith("bias"):
-                param.copy_(noise)
-            elif param.dim() < 2:
-                param.copy_(1 + noise)
-            else:
-                param.copy_(noise / max(1.0, param.shape[-1] ** 0.5 / 2))
-    return model
 
 
 def relative(got: Tensor, want: Tensor, least: float = 0.0) -> float:

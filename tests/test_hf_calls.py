@@ -15,7 +15,7 @@ from colrow.models.tiny import batch
 from hf import KeepDouble, tiny
 from oracle import check_grads, cotangent, relative
 from pool import mesh
-from test_hf import BOTH, HF64, both, whole
+from test_hf import BOTH, HF64, both, flat, whole
 
 LENGTH = 13
 
@@ -97,14 +97,6 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "hidden states": {"output_hidden_states": True},
     "probabilities": {"output_attentions": True, "output_hidden_states": True},
 }
-
-
-def flat(out: Any) -> list[Tensor]:
-    """All tensors of an output, in order; what is kept for generation is no part of it."""
-    if isinstance(out, Tensor):
-        return [out]
-    values = [v for k, v in out.items() if k != "past_key_values"] if isinstance(out, dict) else list(out)
-    return [tensor for value in values if isinstance(value, Tensor | tuple) for tensor in flat(value)]
 
 
 def outputs(family: str) -> None:
