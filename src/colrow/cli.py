@@ -1,4 +1,4 @@
-"""The command line: `colrow train`, `verify`, `plan`, `families`.
+"""The command line: `colrow train`, `generate`, `verify`, `plan`, `families`.
 
 Exit codes: 0 done, or it holds; 1 a rank failed, or it does not hold; 2 wrong use.
 """
@@ -16,8 +16,10 @@ import tyro
 import colrow
 from colrow import families, runs, source
 from colrow.errors import ColrowError, DataError
+from colrow.finetune import defaults_for, finetune
+from colrow.generate import generate
 from colrow.launch import RankFailedError, launch, leave, under_torchrun
-from colrow.model_options import FamiliesOptions, PlanOptions, VerifyOptions
+from colrow.model_options import FamiliesOptions, GenerateOptions, PlanOptions, VerifyOptions
 from colrow.models import tiny
 from colrow.options import TrainOptions
 from colrow.parallelize import find_plan
@@ -34,6 +36,8 @@ Try:
 
   colrow train --tp 2                                    train a small GPT on two CPU ranks
   colrow train --resume --tp 4                           go on with it on four
+  colrow train --model DIR --data FILE --tp 2            finetune a Hugging Face model
+  colrow generate --model DIR --tp 2 --prompt "Once"     go on with a text
   colrow verify --model llama --tp 3                     prove that a split equals one process
   colrow verify --model path/to/model --tp 4             the same for a model of yours
   colrow plan --model path/to/model --tp 4               what each rank would hold
@@ -49,7 +53,7 @@ MOST_RANKS = 64
 
 PATIENCE = 1800.0
 """Seconds that the other ranks wait while the first one computes with the model whole."""
-Options = TrainOptions | VerifyOptions | PlanOptions | FamiliesOptions
+Options = TrainOptions | GenerateOptions | VerifyOptions | PlanOptions | FamiliesOptions
 
 
 def main() -> None:
@@ -71,6 +75,8 @@ def run(arguments: Sequence[str]) -> int:
                 show_plan(options)
             case FamiliesOptions():
                 list_families(options)
+            case GenerateOptions():
+                run_generate(options)
             case TrainOptions():
                 run_training(options, arguments)
     except RankFailedError as error:
@@ -89,24 +95,29 @@ def parse(arguments: Sequence[str], defaults: TrainOptions | None = None) -> Opt
     """tyro's reading of a command line; its own errors, and --help, leave by SystemExit (2, and 0)."""
     kinds = (
         Annotated[TrainOptions, tyro.conf.subcommand("train", default=defaults or TrainOptions(), prefix_name=False)],
+        Annotated[GenerateOptions, tyro.conf.subcommand("generate", prefix_name=False)],
         Annotated[VerifyOptions, tyro.conf.subcommand("verify", default=VerifyOptions(), prefix_name=False)],
         Annotated[PlanOptions, tyro.conf.subcommand("plan", default=PlanOptions(), prefix_name=False)],
         Annotated[FamiliesOptions, tyro.conf.subcommand("families", default=FamiliesOptions(), prefix_name=False)],
     )
-    kind: Any = kinds[0] | kinds[1] | kinds[2] | kinds[3]
+    kind: Any = kinds[0] | kinds[1] | kinds[2] | kinds[3] | kinds[4]
     return tyro.cli(kind, prog="colrow", description=DESCRIPTION, args=arguments)
 
 
 def run_training(options: TrainOptions, arguments: Sequence[str]) -> None:
-    """Start the ranks; a resumed run takes the options that are not given from its folder."""
+    """Start the ranks. Options that are not given come from the folder of a resumed run, or suit the model."""
+    defaults, out = None, options.out
     if options.resume:
-        folder = options.out or runs.latest()
-        resumed = parse(arguments, TrainOptions.from_saved(runs.saved_options(folder)))
-        if isinstance(resumed, TrainOptions):
-            options = replace(resumed, out=folder)
+        out = options.out or runs.latest()
+        defaults = TrainOptions.from_saved(runs.saved_options(out))
+    elif options.finetunes:
+        defaults = defaults_for(options)
+    if defaults is not None:
+        again = parse(arguments, defaults)
+        options = replace(again, out=out) if isinstance(again, TrainOptions) else options
     options.check()
     check_ranks(options.tp)
-    result = launch(train, options, ranks=options.tp)
+    result = launch(finetune if options.finetunes else train, options, ranks=options.tp)
     if options.json and result is not None:
         print(json.dumps(result), flush=True)
 
@@ -116,6 +127,20 @@ def check_ranks(tp: int) -> None:
     if tp > MOST_RANKS and not under_torchrun():
         given, fix = f"{tp} ranks", "Give fewer, or use torchrun"
         raise DataError("--tp", given, f"at most {MOST_RANKS} are started on one machine", fix)
+
+
+def run_generate(options: GenerateOptions) -> None:
+    """`colrow generate`: the first rank writes the text as it comes."""
+    if options.prompt == "-":
+        if under_torchrun():
+            raise DataError("--prompt", "stdin, under torchrun", "every rank needs it", "Give the prompt itself")
+        options = replace(options, prompt=sys.stdin.read().rstrip("\n"))
+    options.check()
+    check_ranks(options.tp)
+    source.find_language_model(options.model)
+    result = launch(generate, options, ranks=options.tp, timeout=PATIENCE)
+    if options.json and result is not None:
+        print(json.dumps(result), flush=True)
 
 
 def run_verify(options: VerifyOptions) -> int:

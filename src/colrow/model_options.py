@@ -1,4 +1,4 @@
-"""The options of the commands that look at a model: `colrow verify`, `colrow plan`, `colrow families`."""
+"""The options of the commands that use a model: `colrow verify`, `plan`, `generate`, `families`."""
 
 from __future__ import annotations
 
@@ -107,6 +107,46 @@ class FamiliesOptions:
 
     json: bool = False
     """Print one JSON object on stdout, and nothing else."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Go on with a prompt: a language model from a Hugging Face folder, split over ranks. The text comes as it is made.
+
+    Greedy, unless --temperature or --top-p is given: then tokens are drawn, the same at every --tp up to rounding.
+    """
+
+    model: str
+    """A Hugging Face folder with a causal language model and its tokenizer."""
+    prompt: str
+    """What to go on with; - reads it from stdin."""
+    tp: int = 1
+    """Ranks to split the model over; it need not divide anything."""
+    max_new_tokens: int = 100
+    """Tokens to add at most; the model may end before."""
+    temperature: float = 0.0
+    """Above 0: draw tokens, likely ones more often the lower it is."""
+    top_p: float = 1.0
+    """Below 1: draw from the likeliest tokens that have this probability together."""
+    seed: int = 0
+    """Rules the draws."""
+    beams: int = 1
+    """Above 1: search for a likely text along so many. It is then shown at the end."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else."""
+
+    def check(self) -> None:
+        """Raises: DataError: says which option cannot be."""
+        _check_tp(self.tp)
+        for name, value, fits, allowed in (
+            ("max-new-tokens", self.max_new_tokens, self.max_new_tokens > 0, "a positive number is needed"),
+            ("beams", self.beams, self.beams > 0, "a positive number is needed"),
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "zero is the least"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "a probability above 0 is needed"),
+            ("prompt", repr(self.prompt), bool(self.prompt), "a model goes on with something"),
+        ):
+            if not fits:
+                raise DataError(f"--{name}", str(value), allowed, f"Give --{name} another value")
 
 
 def _check_tp(tp: int) -> None:

@@ -23,8 +23,9 @@ class TrainOptions:
     """Train a small GPT, or finetune a language model from a Hugging Face folder (--model), split over ranks.
 
     Without options: a GPT, on the source files of Python's standard library. With --model DIR --data FILE: all weights
-    of that model, or with --lora-rank adapters beside them; other defaults then hold (--model DIR --help shows them),
-    and the result is a plain Hugging Face folder, OUT/model.
+    of that model, or with --lora-rank adapters beside them. The result is a plain Hugging Face folder, OUT/model. The
+    defaults are then --steps 100 --batch 2 --context 512 (at most the model's) --lr 2e-5 (2e-4 for adapters)
+    --warmup 10 --save-every 50 --eval-every 50.
     """
 
     model: str = OWN
@@ -80,7 +81,7 @@ class TrainOptions:
     """Tokens of text to write at the end; 0: none."""
     lora_rank: int = 0
     """With --model DIR: train adapters of this rank (LoRA) and leave the model as it is; 0: train all weights."""
-    lora_alpha: float = 16.0
+    lora_alpha: int = 16
     """Adapters count alpha / rank times."""
     lora_targets: str = "all-linear"
     """The layers that get adapters: the ends of their names, joined by commas. all-linear: those of attention and

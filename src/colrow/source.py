@@ -3,6 +3,7 @@
     find("llama")                 a tiny random model of that family; find("gpt") is colrow's own
     find("path/to/model")         config.json and *.safetensors in a folder; without weights, random ones
     find("path/to/config.json")   random weights
+    find_language_model(path)     a folder with weights and a tokenizer, or an error
 
 A source is a small value that every rank is told; each then builds the same model from it. Nothing is downloaded.
 """
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from colrow import families
 from colrow.errors import DataError, near_misses
 from colrow.models import GPT, GPTConfig, tiny
+from colrow.pretrained import TOKENIZER_FILES
 
 OWN = "gpt"
 """The name of colrow's own model."""
@@ -94,6 +96,43 @@ class Saved:
     def has_weights(self) -> bool:
         return self.path.is_dir() and any(self.path.glob("*.safetensors"))
 
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return self._kind(self._config())
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is a causal language model, with its head."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+
+        return self.kind in {"AutoModelForCausalLM", *known.values()}
+
+    @property
+    def positions(self) -> int | None:
+        """The most tokens that it takes in a row, if there is a limit."""
+        return getattr(self._config().get_text_config(), "max_position_embeddings", None)
+
+    def tokenizer(self) -> Any:
+        """Its tokenizer, from the files in the folder.
+
+        Raises:
+            DataError: there is none, or it cannot be used.
+        """
+        if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
+            given, fix = "there is no tokenizer in it", "Write it there with tokenizer.save_pretrained(...)"
+            raise DataError(f"--model {self.path}", given, "a folder with tokenizer.json beside config.json", fix)
+        with self._readable("its tokenizer cannot be used"):
+            return quiet_transformers().AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+
+    def require_known(self, ids: Tensor, tokenizer: Any) -> None:
+        """Raises: DataError: the tokenizer gives tokens that the model does not have."""
+        vocab, largest = self._config().get_text_config().vocab_size, int(ids.max())
+        if largest >= vocab:
+            given = f"its tokenizer makes token {largest} ({tokenizer.decode([largest])!r}), the model has {vocab}"
+            fix = "Give the folder the tokenizer that the model was trained with"
+            raise DataError(f"--model {self.path}", given, "tokenizer and model share one vocabulary", fix)
+
     def _config(self) -> Any:
         with self._readable("its config cannot be used"):
             return quiet_transformers().AutoConfig.from_pretrained(self.path, local_files_only=True)
@@ -139,6 +178,25 @@ def find(model: str) -> OwnModel | Tiny | Saved:
         given = "transformers is not installed"
         raise DataError(f"--model {model}", given, "it builds Hugging Face models", "pip install 'colrow[hf]'")
     return Tiny(model) if model in names() else Saved(Path(model))
+
+
+def find_language_model(model: str) -> Saved:
+    """The folder that `--model` names, with the weights of a causal language model. Reads its config.
+
+    Raises:
+        DataError: as `find`, or it is another kind of model, or has no weights.
+    """
+    where, found = f"--model {model}", find(model)
+    if not isinstance(found, Saved):
+        given, fix = "it is built in, tiny and random, without a tokenizer", "Give the path of a folder"
+        raise DataError(where, given, "a Hugging Face folder with weights and a tokenizer", fix)
+    if not found.has_weights:
+        given, fix = "there are no *.safetensors in it", "Give a folder as save_pretrained writes it"
+        raise DataError(where, given, "a Hugging Face folder with weights and a tokenizer", fix)
+    if not found.is_causal:
+        given = f"it is a {found.kind}"
+        raise DataError(where, given, "a causal language model (...ForCausalLM)", "Give the folder of another model")
+    return found
 
 
 def _check_path(model: str) -> None:
