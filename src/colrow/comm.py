@@ -117,7 +117,7 @@ def all_here(verb: str, seconds: float = 20.0) -> None:
                 "Call it on every rank, not under `if`",
             )
             raise RankError(verb, given, "every rank has a part of each tensor; the first one writes", fix)
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def device(mesh: DeviceMesh) -> torch.device:

@@ -79,16 +79,11 @@ class Folder:
     def _listed(self) -> dict[str, Path]:
         """What the index says, if there is one."""
         try:
-            if not self.path.is_dir():
-                given = "there is no such folder" if not self.path.exists() else "it is a file"
-                raise self._error(given, "a folder as save_pretrained writes it", "Give the folder with config.json")
             if not (self.path / INDEX).exists():
                 return {}
             names = json.loads((self.path / INDEX).read_bytes())["weight_map"]
             listed = {str(key): self.path / str(name) for key, name in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             given = f"{INDEX} cannot be read ({type(error).__name__}: {error})"
             raise self._error(given, "it names a file for each tensor", "Copy the file again") from error
         outside = [file.name for file in listed.values() if file.parent != self.path]

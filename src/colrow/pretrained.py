@@ -90,7 +90,8 @@ def read_config(path: Path) -> Any:
 
     where = str(path)
     if not (path / "config.json").is_file():
-        given = "there is no config.json in it" if path.is_dir() else "there is no such folder"
+        given = "it is a file" if path.is_file() else "there is no such folder"
+        given = "there is no config.json in it" if path.is_dir() else given
         raise CheckpointError(where, given, "a folder as save_pretrained writes it", "Give the folder of a model")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
