@@ -69,15 +69,23 @@ class LanguageModel(Model):
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("stopping_criteria"):
-            kwargs["stopping_criteria"] = [_FirstRankStops(kwargs["stopping_criteria"], self.mesh)]
         generate: Any = super().generate  # pyright: ignore[reportAttributeAccessIssue]
         with first_ranks_draws(self.mesh):
             return generate(*args, **kwargs)
 
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of transformers that read nothing but the tokens stay; the first rank decides for the others."""
+        from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+
+        criteria: Any = super()._get_stopping_criteria(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        alike = [c for c in criteria if type(c) in (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)]
+        others = [c for c in criteria if c not in alike]
+        return type(criteria)([*alike, _FirstRankStops(others, self.mesh)] if others else alike)
+
 
 class _FirstRankStops:
-    """What the user's stopping criteria say on the first rank: one that stopped alone would leave the others waiting.
+    """What the user's stopping criteria, and the clock, say on the first rank: one that stopped alone would leave the
+    others waiting.
 
     Cost: a broadcast of a byte a row, for every token.
     """
