@@ -107,7 +107,7 @@ def test_smollm2_learns_as_on_one_device(ranks: Ranks, smollm2: Path) -> None:
         assert float((torch.tensor(got) / want - 1).abs().max()) <= LOSSES
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("tp", [2, 3, 4, 5])
 def test_minilm_sees_the_same_at_every_degree(ranks: Ranks, minilm: Path, tp: int) -> None:
     from transformers import AutoModel
 

@@ -81,8 +81,9 @@ def _parquet(path: Path) -> Iterable[Any]:
     where = f"--data {path}"
     if importlib.util.find_spec("datasets") is None:
         raise DataError(where, "datasets is not installed", "it reads parquet files", "pip install datasets")
-    from datasets import Dataset  # pyright: ignore[reportMissingImports] - optional
+    from datasets import Dataset, disable_progress_bars  # pyright: ignore[reportMissingImports] - optional
 
+    disable_progress_bars()
     try:
         return Dataset.from_parquet(str(path), keep_in_memory=True)
     except (OSError, ValueError, RuntimeError) as error:
