@@ -153,6 +153,8 @@ def test_help_teaches(capfd: pytest.CaptureFixture[str]) -> None:
     for arguments, part in (
         (["--help"], "colrow train --tp 2"),
         (["train", "--help"], "--resume"),
+        (["train", "--help"], "--model DIR"),
+        (["generate", "-h"], "--max-new-tokens"),
         (["plan", "-h"], "--tp"),
         (["verify", "-h"], "colrow verify --model llama --tp 3"),
         (["families", "-h"], "--json"),

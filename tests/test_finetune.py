@@ -22,6 +22,7 @@ from colrow.models.tiny import tiny
 from colrow.options import TrainOptions
 from oracle import relative
 from pool import Pool
+from test_cli import finish, start
 from test_train import close
 
 Ranks = Callable[[int], Pool]
@@ -110,6 +111,21 @@ def test_the_result_is_a_plain_folder(ranks: Ranks, options: TrainOptions) -> No
         AutoTokenizer.from_pretrained(path)(words)["input_ids"] for path in (result["model"], options.model)
     )
     assert mine == theirs
+
+
+def test_the_command_and_its_resumption(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(options.data[0].parent)
+    started = start("train", "--model", "start", "--data", "data.jsonl", "--tp", "2", "--steps", "2", "--json")
+    code, out, err = finish(started)
+    assert code == 0, err
+    first = json.loads(out)
+    assert (first["steps"], first["model"], first["checkpoint"]) == (2, "runs/start/model", "runs/start/step-000002")
+    saved = json.loads(Path("runs/start/options.json").read_text())
+    assert (saved["context"], saved["lr"], saved["batch"]) == (64, 2e-5, 2), "the defaults of finetuning"
+    monkeypatch.chdir("runs")  # the folder keeps whole paths
+    code, out, err = finish(start("train", "--resume", "--out", "start", "--tp", "1", "--json"))
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 4 and "going on from step 2" in err
 
 
 def test_the_model_has_its_own_dtype_or_the_one_that_is_asked_for(ranks: Ranks, options: TrainOptions) -> None:
