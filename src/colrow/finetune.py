@@ -109,6 +109,7 @@ def add_adapters(model: Any, mesh: DeviceMesh, options: TrainOptions) -> Any:
             "Give names such as q_proj,v_proj",
         )
         raise DataError("--lora-targets", given, "the ends of names of linear layers", fix) from error
+    torch.manual_seed(options.seed)  # peft's draws were for this rank's sizes; those that count are the same everywhere
     return colrow.parallelize(adapted, mesh, sequence_parallel=options.sequence_parallel)
 
 
