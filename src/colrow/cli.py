@@ -52,7 +52,7 @@ MOST_RANKS = 64
 
 
 PATIENCE = 1800.0
-"""Seconds that the other ranks wait while the first one computes with the model whole."""
+"""Seconds that the other ranks wait while the first one computes with the model whole, or writes it."""
 Options = TrainOptions | GenerateOptions | VerifyOptions | PlanOptions | FamiliesOptions
 
 
@@ -117,7 +117,10 @@ def run_training(options: TrainOptions, arguments: Sequence[str]) -> None:
         options = replace(again, out=out) if isinstance(again, TrainOptions) else options
     options.check()
     check_ranks(options.tp)
-    result = launch(finetune if options.finetunes else train, options, ranks=options.tp)
+    if options.finetunes:
+        result = launch(finetune, options, ranks=options.tp, timeout=PATIENCE)
+    else:
+        result = launch(train, options, ranks=options.tp)
     if options.json and result is not None:
         print(json.dumps(result), flush=True)
 
