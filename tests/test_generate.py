@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import colrow
+from colrow import LastNorm, Plan
 from colrow.models import tiny as models
 from colrow.models.tiny import tiny
 from colrow.precision import KeepDouble
 from colrow.region import FEW
-from oracle import check_grads, cotangent, relative
+from oracle import FP32, check_grads, cotangent, relative
+from own import PARALLEL, ParallelModel
 from pool import mesh
 from test_hf import BOTH, HF64, named
 from wire import Wire, counts
@@ -110,6 +112,19 @@ def test_GEN_2_a_step_of_decoding_sends_two_all_reduces_a_layer(
     assert ranks(2).run(decode_one_token, family, sequence_parallel) == [want] * 2
 
 
+def long_prompt() -> dict[str, int]:
+    _, split = both("llama", max_position_embeddings=128)
+    with torch.no_grad(), Wire() as wire:
+        split(input_ids=torch.arange(FEW + 1)[None] % 61)
+    return counts(wire.take())
+
+
+def test_a_long_prompt_is_sharded(ranks: Any) -> None:
+    """Two gathers and two scatters a layer; the embedding's scatter, the last norm's gather, the logits', and the check
+    of the inputs."""
+    assert ranks(2).run(long_prompt) == [{"all_reduce": 1, "all_gather": 2 * 2 + 3, "reduce_scatter": 2 * 2}] * 2
+
+
 class Stops:
     """A stopping criterion of the user's: on one rank only, after some tokens."""
 
@@ -195,6 +210,19 @@ def parts_alone(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "mixtral"])
 def test_a_part_that_holds_the_blocks_may_be_called_by_itself(ranks: Any, size: int, family: str) -> None:
     ranks(size).run(parts_alone, family)
+
+
+def trunk_alone() -> None:
+    reference = nn.Sequential(ParallelModel(), nn.LayerNorm(16))
+    plan = Plan({f"0.{name}": rule for name, rule in PARALLEL.layers[0]} | {"1": LastNorm()})
+    split = colrow.parallelize(copy.deepcopy(reference), mesh(), plan)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    for want, got in ((reference[0](x), split.get_submodule("0")(x)), (reference(x), split(x))):
+        assert relative(got, want) <= FP32
+
+
+def test_a_part_that_ends_where_tokens_are_sharded_may_be_called_by_itself(ranks: Any) -> None:
+    ranks(3).run(trunk_alone)
 
 
 def as_the_author_wrote_it() -> None:

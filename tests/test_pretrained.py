@@ -389,3 +389,29 @@ def test_a_model_that_transformers_does_not_know_is_refused(ranks: Any, tmp_path
 )
 def test_runs(index: list[int], want: list[tuple[int, int, int]]) -> None:
     assert list(runs(index)) == want
+
+
+def overwritten(folder: Path) -> None:
+    split = load_pretrained(folder, mesh())
+    before = full_state_dict(split)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.write(bytes((folder / "model.safetensors").stat().st_size))
+    dist.barrier()
+    same(full_state_dict(split), before)
+
+
+def test_a_loaded_model_does_not_need_the_files(ranks: Any, tmp_path: Path) -> None:
+    """What is whole on every rank is no window onto the file."""
+    ranks(2).run(overwritten, write(tmp_path / "m"))
+
+
+def beside_data_parallel(folder: Path, out: Path) -> None:
+    split = load_pretrained(folder, mesh((2, 2), ("dp", "tp"))["tp"])
+    save_pretrained(split, out)
+    same(read_tensors(out), read_tensors(folder))
+
+
+def test_beside_data_parallel_the_runs_first_rank_writes(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(beside_data_parallel, write(tmp_path / "m"), tmp_path / "out")

@@ -57,7 +57,7 @@ class FolderWriter:
         more = value.numel() * value.element_size()
         if self.pending and self.size + more > self.file_bytes:
             self.attempt(self._flush)
-        self.pending[name] = value.clone() if value.untyped_storage().nbytes() > more else value
+        self.pending[name] = value
         self.size, self.bytes = self.size + more, self.bytes + more
 
     def attempt(self, action: Callable[..., Any], *args: Any) -> None:
