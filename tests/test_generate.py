@@ -212,8 +212,15 @@ def test_a_part_that_holds_the_blocks_may_be_called_by_itself(ranks: Any, size: 
     ranks(size).run(parts_alone, family)
 
 
+class Trunk(ParallelModel):
+    """What it gives is not what its last block gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def trunk_alone() -> None:
-    reference = nn.Sequential(ParallelModel(), nn.LayerNorm(16))
+    reference = nn.Sequential(Trunk(), nn.LayerNorm(16))
     plan = Plan({f"0.{name}": rule for name, rule in PARALLEL.layers[0]} | {"1": LastNorm()})
     split = colrow.parallelize(copy.deepcopy(reference), mesh(), plan)
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
