@@ -25,7 +25,7 @@ Ranks = Callable[[int], Pool]
 TEXT = "".join(f"def f{i}(x):\n    return x + {i * i}\n" for i in range(400))
 
 
-def trained(options: TrainOptions) -> tuple[dict[str, Any], str]:
+def trained(options: TrainOptions) -> tuple[Any, str]:
     """The result on this rank, and what was shown."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
