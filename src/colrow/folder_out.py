@@ -28,7 +28,15 @@ TOKENIZER_FILES: Final = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-_REPLACED: Final = ("config.json", "generation_config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES)
+_REPLACED: Final = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    INDEX,
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    *TOKENIZER_FILES,
+)
 """What a folder may hold that is replaced as a whole: what is written to it, and nothing else."""
 
 
@@ -98,6 +106,8 @@ class FolderWriter:
         self.writing.mkdir()
 
     def _flush(self) -> None:
+        if not self.pending:
+            return
         file = self.writing / f"{len(self.files) + 1:05d}.safetensors"
         save_file(self.pending, file, metadata={"format": "pt"})
         self.files.append(list(self.pending))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -178,7 +179,7 @@ def _together(mesh: DeviceMesh) -> Iterator[None]:
 def save_pretrained(
     model: Any, path: Path | str, *, tokenizer: Any = None, file_bytes: int = 2 << 30, patience: float = 20.0
 ) -> None:
-    """Write a split Hugging Face model as a plain folder, which everything else loads.
+    """Write a split Hugging Face model as a plain folder, which everything else loads; of a `peft` model, its adapter.
 
     Arguments:
         path: the folder. It is written beside its place and renamed; a model's folder that is there is replaced.
@@ -195,6 +196,9 @@ def save_pretrained(
         CheckpointError: it could not be written; what was there is as it was.
     """
     require_split(model, "colrow.save_pretrained")
+    if getattr(model, "peft_config", None):
+        _save_adapter(model, Path(path), patience)
+        return
     if not _is_a_model(type(model)):
         given, fix = f"{type(model).__name__} is no model of transformers", "Use colrow.checkpoint.save"
         raise PlanError("colrow.save_pretrained", given, "a plain folder is of a model that transformers knows", fix)
@@ -212,6 +216,26 @@ def save_pretrained(
         for group in saved_together(model, named):
             _write_group(writer, model, {name: (named[name], by_name.get(name)) for name in group})
         writer.attempt(_write_beside, model, writer.writing, tokenizer)
+        writer.finish()
+
+
+def _save_adapter(model: Any, path: Path, patience: float) -> None:
+    """Write the active adapter of a `peft` model as `peft` does: its config, and its own tensors whole."""
+    from peft import get_peft_model_state_dict
+
+    comm.all_here("colrow.save_pretrained", patience)
+    require_equal_replicas(model)
+    by_name, own = splits(model), (".lora_", ".modules_to_save.")
+    named = {true_name(name): value for name, value in model.state_dict().items() if any(at in name for at in own)}
+    whole = {name: unshard(value, by_name.get(name)) for name, value in named.items()}
+    tensors = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
+    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or model.get_base_model().name_or_path
+    with FolderWriter(path, 0) as writer:
+        file = writer.writing / "adapter_model.safetensors"
+        writer.attempt(save_file, {name: value.cpu() for name, value in tensors.items()}, file, {"format": "pt"})
+        writer.attempt(config.save_pretrained, writer.writing)
         writer.finish()
 
 
