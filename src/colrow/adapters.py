@@ -11,12 +11,12 @@ So an adapter adds to a collective of W's one of `r` numbers a token, or none. (
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from colrow import plan as rules
 from colrow.embedding import VocabEmbedding
@@ -26,7 +26,7 @@ from colrow.head import VocabHead
 from colrow.layout import I, Layout, P, R, S
 from colrow.linear import ColumnLinear, RowLinear
 from colrow.norm import Replicated, SplitModule
-from colrow.params import local
+from colrow.params import local, local_of, shard_like
 from colrow.plan import Rule
 from colrow.resolved import Site
 from colrow.split import Split
@@ -41,6 +41,11 @@ class Lookup(Rule):
 class AdaptedEmbedding(SplitModule):
     """An embedding with adapters: its own code reads their tables, which are whole, as local tensors."""
 
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """What merging an adapter adds to the embedding's table, split and padded as the table is."""
+        origin, base = cast(Any, self.origin), cast(Any, self.base_layer)
+        return shard_like(local_of(origin.get_delta_weight(self, adapter)), base.splits.get("weight"), base.weight)
+
     def _in_flight(self) -> Any:
         view = object.__new__(self.origin)
         view.__dict__.update(self.__dict__)
@@ -54,16 +59,21 @@ def adapted(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """The layers of `peft` in a model, by name: each holds a `base_layer`, and adapters beside it.
 
     Raises:
-        PlanError: adapters of another kind than LoRA.
+        PlanError: adapters of another kind than plain LoRA, or beside something else than a layer with a weight.
     """
     found: dict[str, Any] = {}
     for name, module in modules.items():
         layer: Any = module
-        if isinstance(getattr(layer, "base_layer", None), nn.Module):
-            if not isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) or len(layer.lora_magnitude_vector):
-                given, fix = f"an adapter layer of type {type(module).__name__}", "Use LoraConfig without use_dora"
-                raise PlanError(name, given, "adapters beside split layers are plain LoRA", fix)
-            found[name] = module
+        if not isinstance(module._modules.get("base_layer"), nn.Module) or not hasattr(layer, "adapter_layer_names"):
+            continue
+        variants = sorted({type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()})
+        plain = isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) and not hasattr(layer, "parameter_name")
+        if variants or not plain or "weight" not in layer.base_layer._parameters:
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            given = f"an adapter of type {kind}" + (f" ({', '.join(variants)})" if variants else "")
+            fix = "Use LoraConfig without use_dora, target_parameters or another variant"
+            raise PlanError(name, given, "adapters beside split layers are plain LoRA", fix)
+        found[name] = module
     return found
 
 
@@ -80,8 +90,8 @@ def moved(found: Mapping[str, Rule], layers: Mapping[str, Any]) -> dict[str, Rul
     return kept | {f"{name}.base_layer": found[name] for name in layers if name in found}
 
 
-def sites_beside(name: str, layer: Any, base: Site) -> Iterator[Site]:
-    """What the adapters of one layer become, from what the layer inside has become."""
+def sites_beside(name: str, layer: Any, base: Site, keys: Iterable[str] | None = None) -> Iterator[Site]:
+    """What the adapters of one layer become (all, or those named), from what the layer inside has become."""
     split, rule = base.splits.get("weight"), base.rule
     enters, leaves = _ends(base)
     if len(layer.lora_embedding_A):
@@ -89,9 +99,7 @@ def sites_beside(name: str, layer: Any, base: Site) -> Iterator[Site]:
         yield from (
             Site(f"{name}.{at}", rules.Replicated(), grads=dict.fromkeys(getattr(layer, at), I)) for at in TABLES
         )
-    else:
-        yield Site(name, None)
-    for key in layer.lora_A:
+    for key in layer.lora_A if keys is None else keys:
         down, up, drop = (f"{name}.{part}.{key}" for part in ("lora_A", "lora_B", "lora_dropout"))
         biased = layer.lora_B[key].bias is not None
         if isinstance(rule, rules.Row) and split is not None:
@@ -130,48 +138,78 @@ def _whole(name: str, base: Site, taken: Layout, biased: bool) -> Site:
 
 
 def sites_of_split(model: nn.Module) -> list[Site]:
-    """What adapters become that were added to a model after it was split."""
-    modules = dict(model.named_modules())
-    return [
-        site
-        for name, layer in adapted(modules).items()
-        if isinstance(layer.base_layer, Watched)
-        for site in sites_beside(name, layer, _site_of(f"{name}.base_layer", layer.base_layer))
-        if site.name in modules and is_new(modules[site.name])
-    ]
+    """What adapters become that were added to a model after it was split.
+
+    Raises:
+        PlanError: adapters that cannot be split; the model is as it was.
+    """
+    sites: list[Site] = []
+    for name, layer in adapted(dict(model.named_modules())).items():
+        keys = _new_adapters(name, layer) if isinstance(layer.base_layer, Watched) else []
+        if keys:
+            base = _site_of(f"{name}.base_layer", layer.base_layer)
+            sites += sites_beside(name, layer, base, [key for key in keys if key in layer.lora_A])
+    for name, _, key, fits in _beside_linear(model):
+        start = _configs(model).get(key)
+        if not fits and start is not None and start.init_lora_weights not in (True, "gaussian"):
+            given, fix = (
+                f"adapter '{key}' with init_lora_weights={start.init_lora_weights!r}",
+                "Add it before the split",
+            )
+            allowed = "added after the split, adapters start as with init_lora_weights=True or 'gaussian'"
+            raise PlanError(name, given, allowed, fix)
+    return sites
 
 
 def make_whole(model: nn.Module) -> None:
     """Give adapters that were added to a split model their true sizes, and fresh values.
 
-    `peft` makes them as large as a rank's part of the layer, and draws their values for that size; here they are drawn
-    for the whole, as `peft` draws them by default (arXiv:2106.09685, section 4.1: A at random, B zero).
-
-    Raises:
-        PlanError: adapters that start from other values, which belong to a rank's part.
+    `peft` makes them as large as a rank's part of the layer, and draws their values for that size; here it draws them
+    for the whole. Those that have the true sizes already keep their values.
     """
-    for name, layer in adapted(dict(model.named_modules())).items():
-        base: Any = layer.base_layer
-        if not isinstance(base, ColumnLinear) or not all(is_new(layer.lora_A[key]) for key in layer.lora_A):
-            continue
+    configs = _configs(model)
+    for _, layer, key, fits in _beside_linear(model):
+        base, down, up = layer.base_layer, layer.lora_A[key], layer.lora_B[key]
         layer.fan_in_fan_out = base.transposed
-        for key in layer.lora_A:
-            down, up = layer.lora_A[key], layer.lora_B[key]
-            if bool(up.weight.detach().any()):
-                given, fix = "adapters with initial values of their own", "Add them before colrow.parallelize"
-                raise PlanError(name, given, "after the split they start at zero (init_lora_weights=True)", fix)
-            sizes = (layer.r[key], base.in_features), (base.out_features, layer.r[key])
-            for part, size in zip((down, up), sizes, strict=True):
-                part.out_features, part.in_features = size
-                part.weight = nn.Parameter(part.weight.new_zeros(size), part.weight.requires_grad)
-                if part.bias is not None:
-                    part.bias = nn.Parameter(part.bias.new_zeros(size[0]), part.bias.requires_grad)
-            nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
+        layer.in_features, layer.out_features = base.in_features, base.out_features  # for adapters that are added later
+        if fits:
+            continue
+        for part, size in zip((down, up), _true_sizes(layer, key), strict=True):
+            part.out_features, part.in_features = size
+            part.weight = nn.Parameter(part.weight.new_empty(size), part.weight.requires_grad)
+            if part.bias is not None:
+                part.bias = nn.Parameter(part.bias.new_empty(size[0]), part.bias.requires_grad)
+        layer.reset_lora_parameters(key, configs[key].init_lora_weights if key in configs else True)
 
 
-def is_new(module: nn.Module) -> bool:
-    """Whether nobody has split it yet."""
-    return not isinstance(module, Watched)
+def _beside_linear(model: nn.Module) -> Iterator[tuple[str, Any, str, bool]]:
+    """The new adapters beside split linear layers: the layer's name, the layer, the key, whether they have its true
+    sizes or those of a rank's part."""
+    for name, layer in adapted(dict(model.named_modules())).items():
+        for key in _new_adapters(name, layer) if isinstance(layer.base_layer, ColumnLinear) else ():
+            parts = layer.lora_A[key], layer.lora_B[key]
+            yield name, layer, key, tuple(tuple(part.weight.shape) for part in parts) == _true_sizes(layer, key)
+
+
+def _true_sizes(layer: Any, key: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The shapes of A and B beside the whole layer."""
+    return (layer.r[key], layer.base_layer.in_features), (layer.base_layer.out_features, layer.r[key])
+
+
+def _configs(model: nn.Module) -> dict[str, Any]:
+    """What `peft` was asked for, by adapter."""
+    found: Iterator[Any] = (getattr(module, "peft_config", None) for module in model.modules())
+    return next((configs for configs in found if isinstance(configs, dict)), {})
+
+
+def _new_adapters(name: str, layer: Any) -> list[str]:
+    """The adapters of a layer that nobody has split yet."""
+    tables, split = layer.lora_embedding_A, isinstance(layer, Watched)
+    if split and not all(isinstance(table, DTensor) for table in tables.values()):
+        given, fix = "a further adapter for an embedding", "Add all of them, and then call colrow.parallelize"
+        raise PlanError(name, given, "an embedding's adapters are split together", fix)
+    linear = [key for key in layer.lora_A if not isinstance(layer.lora_A[key], Watched)]
+    return linear if split else [*tables, *linear]
 
 
 def _site_of(name: str, module: Watched) -> Site:
