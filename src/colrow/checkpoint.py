@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colrow import comm
 from colrow.checks import require_split
 from colrow.errors import CheckpointError
 from colrow.params import local_of, shard_like, splits, true_name, unshard
@@ -36,9 +37,10 @@ def save(
     Raises:
         PlanError: the model is not split.
         CheckpointError: it could not be written (on every rank); earlier checkpoints are as they were.
-        RankError: replicas have drifted apart.
+        RankError: some ranks did not call it (within seconds), or replicas have drifted apart.
     """
     require_split(model, "colrow.checkpoint.save")
+    comm.all_here("colrow.checkpoint.save")
     require_equal_replicas(model)
     folder = Path(folder)
     writer = Writer(folder / f"step-{int(progress['step']):06d}")

@@ -265,7 +265,8 @@ class Plan:
             mine: dict[str, tuple[str, Rule]] = {}
             for pattern, rule in layer:
                 names = [*modules, *params] if rule.for_parameters else modules
-                hits = [name for name in names if glob(pattern).match(name)]
+                wanted = glob(pattern)
+                hits = [name for name in names if wanted.match(name)]
                 if not hits:
                     given = f"it matches no {'module or parameter' if rule.for_parameters else 'module'}"
                     near = near_misses(pattern, [name for name in names if name])
