@@ -32,6 +32,8 @@ ORDER = (
     "checks",
     "parallelize",
     "state",
+    "together",
+    "adapter_files",
     "storage",
     "checkpoint",
     "folder",

@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from colrow import comm
+from colrow.adapter_files import is_adapted, save_adapters
+from colrow.adapters import adapted
 from colrow.checks import require_split
-from colrow.errors import CheckpointError, ColrowError, PlanError, RankError
+from colrow.errors import CheckpointError, PlanError
 from colrow.folder import Folder
 from colrow.folder_out import TOKENIZER_FILES, FolderWriter
 from colrow.layout import check_mesh
@@ -27,6 +26,7 @@ from colrow.params import splits, true_name, unshard
 from colrow.plan import Plan
 from colrow.split import Split
 from colrow.state import require_equal_replicas
+from colrow.together import together
 from colrow.weights import Weights, as_saved, saved_together
 
 
@@ -62,7 +62,7 @@ def load_pretrained(
     """
     check_mesh(mesh, "colrow.load_pretrained")
     path = Path(path)
-    with _together(mesh):
+    with together(mesh, "colrow.load_pretrained"):
         config, folder = read_config(path), Folder(path)
         wanted = dtype or getattr(config, "dtype", None) or folder.main_dtype() or torch.float32
         model = _on_meta(path, config, model_class, wanted)
@@ -76,7 +76,7 @@ def load_pretrained(
         makers: dict[str, Maker] = {short: partial(weights.parameter, param, mesh=mesh) for short, param in own.items()}
         return makers, {short: buffer for short, buffer in buffers.items() if buffer is not None}
 
-    with _together(mesh):
+    with together(mesh, "colrow.load_pretrained"):
         apply(model, mesh, resolved, values, check_inputs)
     return model.eval()
 
@@ -160,29 +160,14 @@ def _make_buffers(model: Any, device: torch.device) -> None:
     model.initialize_weights()
 
 
-@contextmanager
-def _together(mesh: DeviceMesh) -> Iterator[None]:
-    """An error on one rank of the axis is an error on all of them. Cost: one small all-gather."""
-    error = None
-    try:
-        yield
-    except ColrowError as raised:
-        error = raised
-    failed = [rank for rank, (bad,) in enumerate(comm.exchange([int(error is not None)], mesh)) if bad]
-    if error is not None:
-        raise error
-    if failed:
-        given, fix = f"ranks {failed} could not read it", "Read their errors: every rank needs the whole folder"
-        raise RankError("colrow.load_pretrained", given, "every rank reads the same files", fix)
-
-
 def save_pretrained(
     model: Any, path: Path | str, *, tokenizer: Any = None, file_bytes: int = 2 << 30, patience: float = 20.0
 ) -> None:
-    """Write a split Hugging Face model as a plain folder, which everything else loads; of a `peft` model, its adapter.
+    """Write a split Hugging Face model as a plain folder, which everything else loads; of a `PeftModel`, the adapters.
 
     Arguments:
-        path: the folder. It is written beside its place and renamed; a model's folder that is there is replaced.
+        path: the folder. It is written beside its place and renamed; a model's folder that is there is replaced. Of
+            adapters, only their files are replaced.
         tokenizer: saved with it; without one, the tokenizer's files of the folder that the model was loaded from.
         file_bytes: the size of a file: the most that the first rank holds at a time, beside the tensor that is being
             gathered and the copies that this takes.
@@ -196,12 +181,17 @@ def save_pretrained(
         CheckpointError: it could not be written; what was there is as it was.
     """
     require_split(model, "colrow.save_pretrained")
-    if getattr(model, "peft_config", None):
-        _save_adapter(model, Path(path), patience)
+    if is_adapted(model):
+        comm.all_here("colrow.save_pretrained", patience)
+        require_equal_replicas(model)
+        save_adapters(model, Path(path), tokenizer)
         return
     if not _is_a_model(type(model)):
         given, fix = f"{type(model).__name__} is no model of transformers", "Use colrow.checkpoint.save"
         raise PlanError("colrow.save_pretrained", given, "a plain folder is of a model that transformers knows", fix)
+    if adapted(dict(model.named_modules())):
+        given, fix = "the model inside a PeftModel", "Save the PeftModel, or what its merge_and_unload() returns"
+        raise PlanError("colrow.save_pretrained", given, "a plain folder is of a model without adapters", fix)
     path, start = Path(path), Path(model.name_or_path)
     if model.name_or_path and path.exists() and path.resolve() == start.resolve():
         fix = "Choose another folder, and move it afterwards"
@@ -216,26 +206,6 @@ def save_pretrained(
         for group in saved_together(model, named):
             _write_group(writer, model, {name: (named[name], by_name.get(name)) for name in group})
         writer.attempt(_write_beside, model, writer.writing, tokenizer)
-        writer.finish()
-
-
-def _save_adapter(model: Any, path: Path, patience: float) -> None:
-    """Write the active adapter of a `peft` model as `peft` does: its config, and its own tensors whole."""
-    from peft import get_peft_model_state_dict
-
-    comm.all_here("colrow.save_pretrained", patience)
-    require_equal_replicas(model)
-    by_name, own = splits(model), (".lora_", ".modules_to_save.")
-    named = {true_name(name): value for name, value in model.state_dict().items() if any(at in name for at in own)}
-    whole = {name: unshard(value, by_name.get(name)) for name, value in named.items()}
-    tensors = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
-    config = copy.deepcopy(model.peft_config[model.active_adapter])
-    config.inference_mode = True
-    config.base_model_name_or_path = config.base_model_name_or_path or model.get_base_model().name_or_path
-    with FolderWriter(path, 0) as writer:
-        file = writer.writing / "adapter_model.safetensors"
-        writer.attempt(save_file, {name: value.cpu() for name, value in tensors.items()}, file, {"format": "pt"})
-        writer.attempt(config.save_pretrained, writer.writing)
         writer.finish()
 
 
