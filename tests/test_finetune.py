@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import shutil
@@ -20,6 +21,7 @@ from colrow import finetune as finetuning
 from colrow.errors import DataError
 from colrow.models.tiny import tiny
 from colrow.options import TrainOptions
+from colrow.text import IGNORED, Document, pack, read_documents, tokenize
 from oracle import relative
 from pool import Pool
 from test_cli import finish, start
@@ -77,7 +79,10 @@ def losses(ranks: Ranks, size: int, options: TrainOptions, name: str) -> list[fl
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("changes", [{}], ids=["all weights"])
+BOTH = pytest.mark.parametrize("changes", [{}, {"lora_rank": 3, "lr": 1e-2}], ids=["all weights", "adapters"])
+
+
+@BOTH
 def test_losses_are_equal_at_every_degree_and_however_a_batch_is_dealt_out(
     ranks: Ranks, options: TrainOptions, changes: dict[str, Any]
 ) -> None:
@@ -89,8 +94,11 @@ def test_losses_are_equal_at_every_degree_and_however_a_batch_is_dealt_out(
     assert close(losses(ranks, 4, replace(options, tp=2, batch=2), "replicas"), want)
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, options: TrainOptions) -> None:
-    options = replace(options, tp=2, save_every=2)
+@BOTH
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    ranks: Ranks, options: TrainOptions, changes: dict[str, Any]
+) -> None:
+    options = replace(options, tp=2, save_every=2, **changes)
     want = losses(ranks, 2, options, "run")
     shutil.rmtree(options.data[0].parent / "run" / "step-000004")
     assert close(losses(ranks, 3, replace(options, resume=True, tp=3), "run"), want)
@@ -111,6 +119,23 @@ def test_the_result_is_a_plain_folder(ranks: Ranks, options: TrainOptions) -> No
         AutoTokenizer.from_pretrained(path)(words)["input_ids"] for path in (result["model"], options.model)
     )
     assert mine == theirs
+
+
+def test_adapters_are_a_plain_folder(ranks: Ranks, options: TrainOptions) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = replace(options, tp=2, lora_rank=3, lr=1e-2)
+    result, shown = ranks(2).run(finetuned, options)[0]
+    assert "PeftModel.from_pretrained" in shown
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(options.model), result["model"])
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    rows = pack(*tokenize(read_documents(options.data), tokenizer), options.context, options.batch)
+    ids, labels = rows.batch(options.seed, 4, range(options.batch))
+    with torch.no_grad():
+        want = float(model(input_ids=ids, labels=labels).loss)
+    resumed, _ = ranks(2).run(finetuned, replace(options, resume=True, steps=5))[0]
+    assert close([resumed["loss_first"]], [want]), "the next step of the run starts from what plain peft has loaded"
 
 
 def test_the_command_and_its_resumption(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +261,6 @@ def test_defaults_suit_the_model(options: TrainOptions) -> None:
 def test_prompts_are_not_learnt_and_every_row_is_seen_once(options: TrainOptions) -> None:
     from transformers import AutoTokenizer
 
-    from colrow.text import IGNORED, Document, pack, tokenize
-
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     ids, labels = tokenize([Document("It is 2", "What? "), Document("all of it")], tokenizer)
     assert tokenizer.decode(ids) == "What? It is 2<end>all of it<end>"
@@ -252,10 +275,6 @@ def test_prompts_are_not_learnt_and_every_row_is_seen_once(options: TrainOptions
 
 
 def test_parquet_wants_datasets(tmp_path: Path) -> None:
-    import importlib.util
-
-    from colrow.text import read_documents
-
     if importlib.util.find_spec("datasets") is not None:
         pytest.skip("datasets is installed")
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
