@@ -349,6 +349,10 @@ def test_CKPT_1_one_rank_saves_alone(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(save_alone, write(tmp_path / "m"), tmp_path / "out", timeout=30) == [True, True]
 
 
+SLACK = 16 << 20
+"""Bytes for what is imported on the way and what malloc keeps: a tenth of the model that must not be held."""
+
+
 def memory_to_save(folder: Path, out: Path, file_bytes: int) -> tuple[int, int]:
     split = load_pretrained(folder, mesh())
     with Peak() as peak:
@@ -363,7 +367,7 @@ def test_several_files_are_written_one_after_the_other(ranks: Any, tmp_path: Pat
     file_bytes = 40 << 20
     peaks = ranks(2).run(memory_to_save, tmp_path / "m", tmp_path / "out", file_bytes)
     for rank, (peak, largest) in enumerate(peaks):  # gathering a tensor takes some copies, and malloc keeps a few more
-        held = peak - 10 * largest
+        held = peak - 10 * largest - SLACK
         assert held <= (file_bytes if rank == 0 else 0), f"rank {rank}: {peak >> 20} MiB"
     files = {file.name: file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")}
     assert set(files) == {f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)}
