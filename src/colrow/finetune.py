@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,9 @@ def add_adapters(model: Any, mesh: DeviceMesh, options: TrainOptions) -> Any:
         r=options.lora_rank, lora_alpha=options.lora_alpha, target_modules=targets, task_type="CAUSAL_LM"
     )
     try:
-        adapted = get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks for what transformers calls otherwise now
+            adapted = get_peft_model(model, config)
     except ValueError as error:
         given, fix = (
             f"'{options.lora_targets}' ({' '.join(str(error).split())[:200]})",

@@ -23,9 +23,9 @@ class TrainOptions:
     """Train a small GPT, or finetune a language model from a Hugging Face folder (--model), split over ranks.
 
     Without options: a GPT, on the source files of Python's standard library. With --model DIR --data FILE: all weights
-    of that model, or with --lora-rank adapters beside them. The result is a plain Hugging Face folder, OUT/model. The
-    defaults are then --steps 100 --batch 2 --context 512 (at most the model's) --lr 2e-5 (2e-4 for adapters)
-    --warmup 10 --save-every 50 --eval-every 50.
+    of that model, or with --lora-rank adapters beside them. The result is a plain Hugging Face folder, OUT/model (of
+    adapters, a peft one). The defaults are then --steps 100 --batch 2 --context 512 (at most the model's) --lr 2e-5
+    (2e-4 for adapters) --warmup 10 --save-every 50 --eval-every 50.
     """
 
     model: str = OWN
