@@ -61,6 +61,10 @@ def adapted(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     Raises:
         PlanError: adapters of another kind than plain LoRA, or beside something else than a layer with a weight.
     """
+    learning: Any = getattr(modules.get(""), "active_peft_config", None)
+    if getattr(learning, "is_prompt_learning", False):
+        given, fix = f"prompts that are learned ({type(learning).__name__})", "Use LoraConfig"
+        raise PlanError("colrow.parallelize", given, "adapters beside split layers are plain LoRA", fix)
     found: dict[str, Any] = {}
     for name, module in modules.items():
         layer: Any = module
