@@ -19,7 +19,7 @@ from test_docs import ROOT
 
 Ranks = Callable[[int], Pool]
 PROMPT = "The capital of France is"
-STEPS, CONTEXT = 20, 16
+CONTEXT = 16
 LOSSES = 1e-4
 """fp32 over 30 layers, and 20 steps that each start from the rounding of the one before."""
 SENTENCES = (
@@ -58,20 +58,35 @@ def text(model: Any, folder: Path) -> str:
     return tokenizer.decode(made[0])
 
 
-def learn(model: Any, folder: Path) -> list[float]:
-    """The losses of some steps of finetuning, all weights, on the README."""
+def learn(model: Any, folder: Path, lr: float = 2e-5, steps: int = 20) -> list[float]:
+    """The losses of some steps of finetuning on the README."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer((ROOT / "README.md").read_text("utf-8"), return_tensors="pt")["input_ids"]
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True), []
-    for row in ids[0, : STEPS * CONTEXT].view(STEPS, 1, CONTEXT):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr, fused=True), []
+    for row in ids[0, : steps * CONTEXT].view(steps, 1, CONTEXT):
         loss = model(input_ids=row, labels=row).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses
+
+
+def adapted(folder: Path) -> Any:
+    """The model with adapters."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+
+
+def learn_adapters(folder: Path) -> list[float]:
+    """The same of adapters, in a model that is split over all ranks."""
+    return learn(colrow.parallelize(adapted(folder), mesh()), folder, lr=1e-3, steps=8)
 
 
 def embed(model: Any, folder: Path) -> Tensor:
@@ -104,6 +119,14 @@ def test_smollm2_learns_as_on_one_device(ranks: Ranks, smollm2: Path) -> None:
 
     want = torch.tensor(learn(AutoModelForCausalLM.from_pretrained(smollm2), smollm2))
     for got in ranks(2).run(split, learn, smollm2, timeout=240):
+        assert float((torch.tensor(got) / want - 1).abs().max()) <= LOSSES
+
+
+def test_adapters_of_smollm2_learn_as_on_one_device(ranks: Ranks, smollm2: Path) -> None:
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed: pip install peft")
+    want = torch.tensor(learn(adapted(smollm2), smollm2, lr=1e-3, steps=8))
+    for got in ranks(2).run(learn_adapters, smollm2, timeout=240):
         assert float((torch.tensor(got) / want - 1).abs().max()) <= LOSSES
 
 
