@@ -196,7 +196,7 @@ def test_several_adapters_of_which_one_is_trained(ranks: Any, tmp_path: Path) ->
 def one_after_the_other() -> None:
     """A second adapter for layers that are split, and have split adapters."""
     base = tiny("gpt2").double()
-    reference, split = pair(base, TARGETS["gpt2"], before=False)
+    reference, split = pair(base, [*TARGETS["gpt2"], "wte"], before=False)
     for model, start in ((reference, False), (split, True)):
         model.add_adapter("more", config(TARGETS["gpt2"], r=3, init_lora_weights=start))
         model.set_adapter("more")
@@ -206,6 +206,9 @@ def one_after_the_other() -> None:
     assert relative(step(split, given), step(reference, given)) <= FP64
     check_grads(split, reference, GRADS)
     with pytest.raises(colrow.PlanError, match="is split already"):
+        colrow.parallelize(split, mesh())
+    split.add_adapter("table", config(["wte"], init_lora_weights=True))
+    with pytest.raises(colrow.PlanError, match="an embedding's adapters are split together"):
         colrow.parallelize(split, mesh())
 
 
