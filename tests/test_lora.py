@@ -321,11 +321,11 @@ def sent(targets: list[str]) -> dict[str, int]:
 def test_frozen_layers_cost_no_gradients_and_no_second_gather(ranks: Any) -> None:
     """Two blocks. Backward gathers what row layers sum; not for the first block's frozen attention, which has no
     gradient to pass on. A column layer's input is gathered again only for its adapter."""
-    rows = ranks(2).run(sent, ["o_proj"])[0]  # three frozen row layers, and two adapters of row layers
+    # three frozen row layers, and two adapters of row layers
+    rows = ranks(2).run(sent, ["o_proj"])[0]
     assert (rows["all_gather"], rows["reduce_scatter"]) == (3 + 2, 3)
-    columns = ranks(2).run(sent, ["q_proj", "k_proj", "up_proj"])[
-        0
-    ]  # four row layers, three inputs that have gradients
+    # four row layers, and three inputs that have gradients
+    columns = ranks(2).run(sent, ["q_proj", "k_proj", "up_proj"])[0]
     assert (columns["all_gather"], columns["reduce_scatter"]) == (4 + 3, 3)
 
 
