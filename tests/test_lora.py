@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import colrow
-from colrow import checkpoint
+from colrow import checkpoint, full_state_dict
 from colrow.adapter_files import load_adapter
 from colrow.models.tiny import batch, tiny
 from colrow.params import shard_like, splits
@@ -214,6 +214,29 @@ def one_after_the_other() -> None:
 
 def test_a_second_adapter_after_the_split(ranks: Any) -> None:
     ranks(2).run(one_after_the_other)
+
+
+def fresh_values() -> dict[str, Tensor]:
+    """Adapters added after the split, before they have learnt anything."""
+    split: Any = colrow.parallelize(tiny("gpt2"), mesh())
+    torch.manual_seed(3)
+    where = torch.get_rng_state()
+    split = peft.get_peft_model(split, config([*TARGETS["gpt2"], "wte"], init_lora_weights=True, r=3))
+    torch.set_rng_state(where)
+    split.add_adapter("wide", config(TARGETS["gpt2"], r=3, init_lora_weights="gaussian"))
+    values = full_state_dict(colrow.parallelize(split, mesh()))
+    return {name: value for name, value in values.items() if "lora_" in name}
+
+
+def test_adapters_start_alike_at_every_degree(ranks: Any) -> None:
+    want = ranks(1).run(fresh_values)[0]
+    drawn = [name for name, value in want.items() if value.any()]
+    assert len(drawn) == len(want) / 2 and any("wide" in name for name in drawn), drawn
+    assert len({float(want[name].double().sum()) for name in drawn}) == len(drawn), "no two are equal"
+    for tp in (2, 3):
+        for got in ranks(tp).run(fresh_values):
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 def saved_and_loaded(family: str, kind: str | None, targets: list[str], options: dict[str, Any], folder: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +153,11 @@ def test_two_rules_for_one_module() -> None:
 
 def test_two_patterns_that_agree_are_one_rule() -> None:
     assert resolve(meta_gpt(), Plan(GPT_RULES | {"blocks.1.mlp.up": Column()}), 2)
+
+
+def test_plans_are_copied_and_sent() -> None:
+    both = Plan({"a": Column(HEADS, KV_HEADS)}) | Plan({"**": Replicated()})
+    assert copy.deepcopy(both) == pickle.loads(pickle.dumps(both)) == both
 
 
 def test_an_unowned_parameter() -> None:

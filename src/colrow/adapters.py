@@ -11,14 +11,17 @@ So an adapter adds to a collective of W's one of `r` numbers a token, or none. (
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from colrow import plan as rules
+from colrow.context import mix
 from colrow.embedding import VocabEmbedding
 from colrow.errors import PlanError
 from colrow.gradients import Watched
@@ -168,22 +171,34 @@ def sites_of_split(model: nn.Module) -> list[Site]:
 def make_whole(model: nn.Module) -> None:
     """Give adapters that were added to a split model their true sizes, and fresh values.
 
-    `peft` makes them as large as a rank's part of the layer, and draws their values for that size; here it draws them
-    for the whole. Those that have the true sizes already keep their values.
+    `peft` makes them as large as a rank's part of the layer, and draws their values for that size. Here they are drawn
+    for the whole, from the seed of `torch.manual_seed` and the layer's name, so they are the same at every degree.
+    Those that have the true sizes and hold something already (`peft` starts B at zero) keep their values.
     """
     configs = _configs(model)
     for _, layer, key, fits in _beside_linear(model):
         base, down, up = layer.base_layer, layer.lora_A[key], layer.lora_B[key]
         layer.fan_in_fan_out = base.transposed
         layer.in_features, layer.out_features = base.in_features, base.out_features  # for adapters that are added later
-        if fits:
-            continue
-        for part, size in zip((down, up), _true_sizes(layer, key), strict=True):
+        for part, size in zip((down, up), _true_sizes(layer, key), strict=True) if not fits else ():
             part.out_features, part.in_features = size
-            part.weight = nn.Parameter(part.weight.new_empty(size), part.weight.requires_grad)
+            part.weight = nn.Parameter(part.weight.new_zeros(size), part.weight.requires_grad)
             if part.bias is not None:
-                part.bias = nn.Parameter(part.bias.new_empty(size[0]), part.bias.requires_grad)
-        layer.reset_lora_parameters(key, configs[key].init_lora_weights if key in configs else True)
+                part.bias = nn.Parameter(part.bias.new_zeros(size[0]), part.bias.requires_grad)
+    for name, layer in adapted(dict(model.named_modules())).items():
+        for key in _new_adapters(name, layer) if isinstance(layer.base_layer, Watched) else ():
+            kind = configs[key].init_lora_weights if key in configs else True
+            starts = layer.lora_B[key].weight if key in layer.lora_B else layer.lora_embedding_A[key]
+            if kind in (True, "gaussian") and not starts.any():
+                _draw(layer, key, kind, mix(torch.initial_seed(), zlib.crc32(f"{name}.{key}".encode())))
+
+
+def _draw(layer: Any, key: str, kind: Any, seed: int) -> None:
+    """Values to start from; torch's generators are afterwards as they were."""
+    devices = sorted({param.device.index for param in layer.parameters() if param.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        layer.reset_lora_parameters(key, kind)
 
 
 def _beside_linear(model: nn.Module) -> Iterator[tuple[str, Any, str, bool]]:

@@ -6,14 +6,13 @@ The result is a plain folder again, `OUT/model`. Steps, checkpoints and metrics 
 from __future__ import annotations
 
 import importlib.util
-import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import colrow
@@ -22,7 +21,6 @@ from colrow.errors import DataError
 from colrow.loop import Result, Run, loop, make_mesh, make_optimizer, require_same_text, resume
 from colrow.options import TrainOptions
 from colrow.parallelize import find_plan
-from colrow.params import local_of, shard_like, splits, true_name, unshard
 from colrow.pretrained import load_pretrained, save_pretrained
 from colrow.show import Show
 from colrow.source import find_language_model
@@ -113,23 +111,8 @@ def add_adapters(model: Any, mesh: DeviceMesh, options: TrainOptions) -> Any:
             "Give names such as q_proj,v_proj",
         )
         raise DataError("--lora-targets", given, "the ends of names of linear layers", fix) from error
-    adapted = colrow.parallelize(adapted, mesh, sequence_parallel=options.sequence_parallel)
-    draw_adapters(adapted, options.seed)
-    return adapted
-
-
-@torch.no_grad()
-def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Values to start from that do not depend on the degree, as `peft`'s do, which draws for a rank's sizes.
-
-    The distribution is that of `peft`: A uniform by its fan-in, B zero (arXiv:2106.09685, section 4.1).
-    """
-    generator, by_name = torch.Generator().manual_seed(seed), splits(model)
-    for name, param in model.named_parameters():
-        if ".lora_A." in name:
-            split = by_name.get(true_name(name))
-            whole = nn.init.kaiming_uniform_(unshard(param, split).cpu(), a=math.sqrt(5), generator=generator)
-            local_of(param).copy_(local_of(shard_like(whole.to(param.device), split, param)))
+    torch.manual_seed(options.seed)  # rules the adapters' first values
+    return colrow.parallelize(adapted, mesh, sequence_parallel=options.sequence_parallel)
 
 
 def next_steps(run: Run, result: Result, total: int) -> list[str]:

@@ -224,8 +224,9 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
     if isinstance(module, Dropout | ColumnLinear):
         attributes |= {"src": site.src}
     if site.transposed:
-        taken, given = module.get_parameter("weight").shape
-        attributes |= {"transposed": True, "in_features": taken, "out_features": given}
+        sizes, split = list(module.get_parameter("weight").shape), site.splits["weight"]
+        sizes[split.dim] = split.true_size
+        attributes |= {"transposed": True, "in_features": sizes[0], "out_features": sizes[1]}
     if isinstance(module, RowLinear | VocabEmbedding):
         attributes |= {"dst": site.dst}
     vars(module).update(attributes | dict(site.patches))

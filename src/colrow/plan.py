@@ -234,9 +234,10 @@ class Plan:
         raise AttributeError("a Plan is immutable; combine plans with |")
 
     def __or__(self, other: Plan) -> Plan:
-        both = object.__new__(Plan)
-        object.__setattr__(both, "layers", self.layers + other.layers)
-        return both
+        return _of(self.layers + other.layers)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _of, (self.layers,)  # copying and pickling would set attributes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.layers == other.layers
@@ -278,6 +279,12 @@ class Plan:
                         raise PlanError(name, given, "one part of a model has one rule", "Narrow one of the patterns")
             found = {name: rule for name, (_, rule) in mine.items()} | found
         return found
+
+
+def _of(layers: tuple[tuple[tuple[str, Rule], ...], ...]) -> Plan:
+    plan = object.__new__(Plan)
+    object.__setattr__(plan, "layers", layers)
+    return plan
 
 
 def glob(pattern: str) -> re.Pattern[str]:
