@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import colrow
 from colrow import checkpoint, storage
 from colrow.models import GPT, GPTConfig
+from colrow.models.tiny import from_config, tiny_config
 from oracle import randomize, relative
 from pool import mesh
 
@@ -192,3 +197,34 @@ def test_NORM_8_replicas_that_drifted_are_not_saved(ranks: Any, tmp_path: Path) 
     assert [error.type_name for error in errors] == ["RankError"] * 2
     assert "norm.weight" in errors[0].message
     assert not storage.find(tmp_path)
+
+
+def even(seed: int = 0) -> Any:
+    """Sizes that divide, and no fused layer, whose order at rest depends on the degree: `checkpoint` is for all."""
+    config = tiny_config("llama", vocab_size=64)
+    return randomize(from_config(config, "AutoModelForCausalLM"), seed)
+
+
+def dcp_save(folder: str) -> None:
+    grid = mesh((2, 2), ("dp", "tp"))
+    dcp.save(get_model_state_dict(colrow.parallelize(even(), grid["tp"])), checkpoint_id=folder)
+
+
+def dcp_load(folder: str) -> dict[str, torch.Tensor]:
+    model = colrow.parallelize(even(seed=1), mesh())
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+    return colrow.full_state_dict(model)
+
+
+def test_CKPT_5_torchs_own_checkpoints_hold_the_whole_model(ranks: Any, tmp_path: Path) -> None:
+    """A shard without its placement would pass for the whole."""
+    ranks(4).run(dcp_save, str(tmp_path / "dcp"))
+    want = even().state_dict()
+    stored = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    sizes = {name: math.prod(meta.size) for name, meta in stored.items() if isinstance(meta, TensorStorageMetadata)}
+    assert sizes == {name: value.numel() for name, value in want.items()}
+    for tp in (1, 2):
+        for got in ranks(tp).run(dcp_load, str(tmp_path / "dcp")):
+            assert all(torch.equal(got[name], value) for name, value in want.items())
