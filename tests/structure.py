@@ -44,6 +44,9 @@ ORDER = (
     "precision",
     "verify",
     "traced",
+    "observe",
+    "formula",
+    "picture",
     "report",
     "draw",
     "__init__",  # the public names: what stands above is the library, what stands below uses it
@@ -53,6 +56,7 @@ ORDER = (
     "model_options",
     "data",
     "show",
+    "show_trace",
     "runs",
     "sample",
     "text",
