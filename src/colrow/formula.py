@@ -81,8 +81,9 @@ class Formula:
                 case _:
                     pass
             applies = rules.Block if site.sharded else rules.Attention  # f, to what comes beside: encoder states, say
-            if isinstance(site.rule, applies) and site.name in self.beside:
-                sums[where] += self._reduce(self.beside[site.name])
+            residual = getattr(site.rule, "residual", None)  # that is in the stream, and needs nothing
+            if isinstance(site.rule, applies) and residual is None:
+                sums[where] += self._reduce(self.beside.get(site.name, 0))
         sums["", "other"] += self._reduce(self._summed())
         return sums
 

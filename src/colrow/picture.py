@@ -76,6 +76,8 @@ def _region(observer: Observer, kept: Sequence[Kept], group: tuple[str, Kind, li
     takes, gives = observer.shapes[columns[0].name if alone else name]
     leaves = {linear.name for linear in rows} or {name}
     modules = {linear.name for linear in linears} | (set() if alone else {name})
+    beside = {at for at, _ in observer.model.get_submodule(name).named_children() if alone}  # activations stand there
+    beside = {f"{name}.{at}" for at in beside if "act" in at}
     roles: dict[str, list[Message]] = {"entry": [], "exit": [], "again": []}
     for message in observer.messages:
         if message.module in modules:
@@ -87,7 +89,7 @@ def _region(observer: Observer, kept: Sequence[Kept], group: tuple[str, Kind, li
         whole=columns[0].takes if columns else takes,
         gives=rows[-1].gives if rows else gives,
         linears=tuple(linears),
-        activation=_activation(observer.model, kept, modules, alone),
+        activation=_activation(observer.model, kept, modules | beside),
         entry=_verbs(roles["entry"]),
         exit=_verbs(roles["exit"]),
         again=len(roles["again"]),
@@ -121,8 +123,9 @@ def _linear(observer: Observer, site: Site) -> Linear:
     return Linear(site.name, role, sizes, local, *observer.shapes[site.name])
 
 
-def _activation(model: nn.Module, kept: Sequence[Kept], modules: set[str], alone: bool) -> str:
+def _activation(model: nn.Module, kept: Sequence[Kept], modules: set[str]) -> str:
     """What stands between column and row layers: a module, or what autograd has kept of a function."""
-    found = [ACTIVATIONS[k.by] for k in kept if k.module in modules and k.by in ACTIVATIONS]
-    named = [type(module).__name__ for name in modules for module in model.get_submodule(name).children()]
-    return found[0] if found else next((name for name in named if "activation" in name.lower()), "")
+    names = {f"{name}.{at}".rstrip(".") for name in modules for at, _ in model.get_submodule(name).named_modules()}
+    found = [ACTIVATIONS[k.by] for k in kept if k.module in names and k.by in ACTIVATIONS]
+    kinds = (type(model.get_submodule(name)).__name__ for name in sorted(names))
+    return found[0] if found else next((kind for kind in kinds if "activation" in kind.lower()), "")
