@@ -207,5 +207,5 @@ def test_a_trace_is_plain_json(ranks: Any) -> None:
     assert numbers["total"]["bytes_sent_per_rank"] == pytest.approx(numbers["formula"]["bytes_sent_per_rank"])
     assert numbers["single_device"]["saved_bytes"] > numbers["total"]["saved_bytes_per_rank"]
     assert sum(row["bytes"] for row in numbers["kept"]) == numbers["total"]["saved_bytes_per_rank"]
-    assert {row["name"] for row in numbers["padding"]} >= {"token.weight", "blocks.0.attention.qkv.weight"}
+    assert {row["name"] for row in numbers["padding"]} >= {"token.weight"}
     assert len(numbers["waiting_seconds"]) == 3
