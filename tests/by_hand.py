@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 from colrow import ColumnLinear, I, RowLinear, S
 from colrow.layout import Layout
 from layouts import part
 from oracle import FP64, check_grads, cotangent, relative
 from pool import mesh as world
+from wire import CommDebug
 
 Act = Callable[[Tensor], Tensor]
 
@@ -75,5 +75,5 @@ def check_step(
     check_grads(split, reference, tolerance)
 
 
-def sent_by(mode: CommDebugMode) -> dict[str, int]:
+def sent_by(mode: CommDebug) -> dict[str, int]:
     return {str(op).split(".")[1]: count for op, count in mode.get_comm_counts().items() if count}

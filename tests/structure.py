@@ -8,6 +8,7 @@ ORDER = (
     "errors",
     "layout",
     "split",
+    "shared",
     "comm",
     "moves",
     "params",

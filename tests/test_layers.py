@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 import colrow
@@ -19,6 +18,7 @@ from colrow.params import local_of
 from layouts import part
 from oracle import FP64, check_grads, cotangent, relative
 from pool import mesh as world
+from wire import CommDebug
 
 SIZES = [(6, 8, 6), (5, 5, 5), (8, 70, 3), (4, 3, 6), (4, 1, 4), (1, 2, 1)]
 ACTS: dict[str, Act] = {"gelu": F.gelu, "sigmoid": torch.sigmoid}  # sigmoid(0) is not 0: padding must not count
@@ -160,13 +160,13 @@ def shared_gather() -> tuple[dict[str, int], dict[str, int]]:
     reference.zero_grad()
     whole = torch.randn(26, 6, dtype=torch.float64, requires_grad=True)
     x = part(whole.detach(), S(0), world()).requires_grad_()
-    with CommDebugMode() as forward:
+    with CommDebug() as forward:
         y = split(x)
     c = cotangent(want := reference(whole))
     mine = part(c, S(0), world())
     # one of three users first, then all, twice: the shared second gather must neither miss nor mix
     torch.autograd.grad(y, split.k.weight, mine, retain_graph=True)
-    with CommDebugMode() as backward:
+    with CommDebug() as backward:
         y.backward(mine, retain_graph=True)
     y.backward(mine)
     want.backward(2 * c)
@@ -192,7 +192,7 @@ def frozen(sequence_parallel: bool) -> dict[str, int]:
     check_step(split, reference, (13, 6), sequence_parallel)
     x = part(torch.randn(13, 6, dtype=torch.float64), S(0) if sequence_parallel else I, world()).requires_grad_()
     y = split(x)
-    with CommDebugMode() as mode:
+    with CommDebug() as mode:
         y.backward(torch.ones_like(y))
     for model in (split, reference):
         model.zero_grad()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 import colrow
@@ -25,6 +24,7 @@ from colrow.params import local_of
 from layouts import part
 from oracle import FP64, check_grads, cotangent, relative
 from pool import mesh as world
+from wire import CommDebug
 
 TOLERANCE = {torch.float64: (FP64, FP64), torch.float32: (1e-6, 1e-5)}
 TOLERANCE |= {torch.bfloat16: (1e-6, 2**-7), torch.float16: (1e-6, 2**-10)}
@@ -224,9 +224,9 @@ def test_DB_1_a_penalty_on_the_gradient_of_the_logits(ranks: Any, size: int, voc
 def sent() -> tuple[dict[str, int], dict[str, int]]:
     whole, target = sample(61, (13,), torch.float32)
     _, logits, more = as_logits(whole, "plain")
-    with CommDebugMode() as forward:
+    with CommDebug() as forward:
         loss = vocab_cross_entropy(logits, target, **more, label_smoothing=0.1)
-    with CommDebugMode() as backward:
+    with CommDebug() as backward:
         loss.backward()
     return sent_by(forward), sent_by(backward)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 import colrow
-from colrow import I, P, R, S, move
+from colrow import I, P, R, S, comm, move
 from layouts import MOVES, layout, make
 from pool import mesh as world
+from wire import CommDebug
 
 SENT = {  # move: forward, backward
     "I -> R": ({}, {"allreduce_": 1}),
@@ -29,7 +29,7 @@ SENT = {  # move: forward, backward
 }
 
 
-def sent_by(mode: CommDebugMode) -> dict[str, int]:
+def sent_by(mode: CommDebug) -> dict[str, int]:
     return {str(op).split(".")[1]: count for op, count in mode.get_comm_counts().items() if count}
 
 
@@ -40,9 +40,9 @@ def collectives(name: str, stated: bool) -> tuple[dict[str, int], dict[str, int]
         make(src, mesh, (13, 2), 1, torch.float32)[0].requires_grad_(),
         make(dst.dual, mesh, (13, 2), 2, torch.float32)[0],
     )
-    with CommDebugMode() as forward:
+    with CommDebug() as forward:
         y = move(x, mesh, src=src, dst=dst)
-    with CommDebugMode() as backward:
+    with CommDebug() as backward:
         y.backward(c)
     return sent_by(forward), sent_by(backward)
 
@@ -134,12 +134,14 @@ def through_all_moves(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def compiled_equals_eager() -> None:
     compiled = torch.compile(through_all_moves, fullgraph=True, backend="aot_eager")
+    comm.use_transport(world(), "torch")  # which is in what is compiled
     results = []
     for fn in (through_all_moves, compiled):
         x = (torch.arange(15, dtype=torch.float64).view(5, 3) / 7 + world().get_local_rank()).requires_grad_()
         y = fn(x, world())
         y.backward(torch.ones_like(y) + world().get_local_rank())
         results.append((y.detach(), x.grad))
+    comm.use_transport(world(), "auto")
     (y, dx), (y_compiled, dx_compiled) = results
     assert torch.equal(y, y_compiled) and torch.equal(dx, dx_compiled), "the same operations in the same order"
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 import colrow
 from by_hand import sent_by
@@ -20,6 +19,7 @@ from colrow.params import local_of
 from layouts import part
 from oracle import FP64, check_grads, cotangent, relative
 from pool import mesh as world
+from wire import CommDebug
 
 VOCABULARIES = (61, 65, 8, 5, 3, 1)  # 5 and 3 leave ranks without a row
 
@@ -56,9 +56,9 @@ def test_VOC_3_ZERO_1_an_embedding_of_any_vocabulary(ranks: Any, size: int, dst:
 
 def sent_by_an_embedding(dst: Any) -> tuple[dict[str, int], dict[str, int]]:
     layer = VocabEmbedding(5, 6, mesh=world(), dst=dst)
-    with CommDebugMode() as forward:
+    with CommDebug() as forward:
         y = layer(torch.arange(5))
-    with CommDebugMode() as backward:
+    with CommDebug() as backward:
         y.sum().backward()
     return sent_by(forward), sent_by(backward)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from colrow import comm
+from pool import mesh
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,23 @@ class Sent:
 
 
 class Wire(TorchDispatchMode):
-    """Records the collectives of its context, forward and backward, and counts all operations."""
+    """Records the collectives of its context, forward and backward, and counts all operations.
+
+    It sees what torch's backend does, so all ranks use that meanwhile.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Sent] = []
         self.operations = 0
+
+    def __enter__(self) -> Self:
+        comm.use_transport(mesh(), "torch")
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        comm.use_transport(mesh(), "auto")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1
@@ -63,3 +78,15 @@ def _sent(op: str, args: Any) -> Sent:
     if op == "broadcast_":
         return Sent("broadcast", size, size, first.dtype)
     return Sent(op, size, float("nan"), first.dtype)
+
+
+class CommDebug(CommDebugMode):
+    """torch's own counter of collectives, which sees only those of its backends: all ranks use that meanwhile."""
+
+    def __enter__(self) -> Self:
+        comm.use_transport(mesh(), "torch")
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        comm.use_transport(mesh(), "auto")

@@ -4,6 +4,7 @@ Split it any way; only the memory and the time change.
 """
 
 from colrow import checkpoint as checkpoint
+from colrow.comm import use_transport as use_transport
 from colrow.dropout import Dropout as Dropout
 from colrow.embedding import VocabEmbedding as VocabEmbedding
 from colrow.errors import CheckpointError as CheckpointError

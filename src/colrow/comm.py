@@ -6,14 +6,18 @@ are taken in fp32.
 
 Bytes that a rank sends, for x of n bytes on t ranks: all_reduce 2 n (t-1)/t, all_gather (of the whole, n) and
 reduce_scatter n (t-1)/t each.
+
+Ranks of a gloo group that live on one host talk through memory that they share (`shared`); all others, and where that
+cannot be, through the group's own backend. `use_transport` chooses.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from colrow.errors import RankError
+from colrow.shared import SharedMemory
+
+Transport = Literal["auto", "shared", "torch"]
+_MEMORIES: Final[MutableMapping[dist.ProcessGroup, SharedMemory | None]] = WeakKeyDictionary()
+"""What a group's ranks share, for as long as there is the group; None: they use its backend."""
 
 
 class Watch(TorchDispatchMode):
@@ -60,9 +69,13 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.R
     """x summed (or reduced by `op`) over the ranks: the same bits on each of them."""
     if mesh.size() == 1 or x.numel() == 0:
         return x
-    total = x.to(sum_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
+    memory = _shared(mesh)
+    total = x.to(sum_dtype(x.dtype), copy=memory is None, memory_format=torch.contiguous_format)
     with _peers("all_reduce", mesh, 2 * total.nbytes * (mesh.size() - 1) / mesh.size()):
-        dist.all_reduce(total, op, group=mesh.get_group())
+        if memory is not None:
+            total = memory.all_reduce(total.contiguous(), _REDUCE[op])
+        else:
+            dist.all_reduce(total, op, group=mesh.get_group())
     return total.to(x.dtype)
 
 
@@ -73,9 +86,13 @@ def all_gather(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) -> T
         return x if mesh.size() == 1 else x.new_zeros(whole)
     per = max(sizes)
     rows = _pad(x.movedim(dim, 0), per)
-    out = rows.new_empty((mesh.size() * per, *rows.shape[1:]))
+    memory = _shared(mesh)
     with _peers("all_gather", mesh, rows.nbytes * (mesh.size() - 1)):
-        dist.all_gather_single(out, rows, group=mesh.get_group())
+        if memory is not None:
+            out = memory.all_gather(rows).flatten(0, 1)
+        else:
+            out = rows.new_empty((mesh.size() * per, *rows.shape[1:]))
+            dist.all_gather_single(out, rows, group=mesh.get_group())
     if all(size == per or sum(sizes[rank:]) == size for rank, size in enumerate(sizes)):
         out = out.narrow(0, 0, sum(sizes))  # only the tail is padding
     else:
@@ -92,21 +109,30 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) 
     mine = sizes[mesh.get_local_rank()]
     if mesh.size() == 1 or x.numel() == 0:
         return x if mesh.size() == 1 else x.new_zeros(_with_size(x, dim, mine))
-    rows = x.movedim(dim, 0).contiguous()
-    terms = rows.new_empty((mesh.size() * mine, *rows.shape[1:]))
-    with _peers("reduce_scatter", mesh, rows.nbytes // rows.shape[0] * (rows.shape[0] - mine)):
-        dist.all_to_all_single(terms, rows, [mine] * mesh.size(), list(sizes), group=mesh.get_group())
-    total = terms.view(mesh.size(), mine, *rows.shape[1:]).sum(0, dtype=sum_dtype(x.dtype)).to(x.dtype)
-    return total.movedim(0, dim).contiguous()
+    rows, memory, dtype = x.movedim(dim, 0).contiguous(), _shared(mesh), sum_dtype(x.dtype)
+    row = rows.numel() // rows.shape[0]
+    with _peers("reduce_scatter", mesh, row * rows.element_size() * (rows.shape[0] - mine)):
+        if memory is not None:
+            total = memory.reduce_scatter(rows.view(-1), [size * row for size in sizes], dtype)
+        else:
+            terms = rows.new_empty((mesh.size(), mine * row))
+            dist.all_to_all_single(
+                terms.view(-1, *rows.shape[1:]), rows, [mine] * mesh.size(), list(sizes), group=mesh.get_group()
+            )
+            total = terms.sum(0, dtype=dtype)
+    return total.to(x.dtype).view(mine, *rows.shape[1:]).movedim(0, dim).contiguous()
 
 
 def broadcast(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """x of the axis's first rank, on all of them. (`src` is a *global* rank: the axis {2, 3} has no rank 0.)"""
     if mesh.size() == 1 or x.numel() == 0:
         return x
-    value = x.clone(memory_format=torch.contiguous_format)
+    memory, value = _shared(mesh), x.clone(memory_format=torch.contiguous_format)
     with _peers("broadcast", mesh, value.nbytes):
-        dist.broadcast(value, src=first_rank(mesh), group=mesh.get_group())
+        if memory is not None:
+            value = memory.broadcast(value)
+        else:
+            dist.broadcast(value, src=first_rank(mesh), group=mesh.get_group())
     return value
 
 
@@ -114,6 +140,47 @@ def exchange(numbers: Sequence[int], mesh: DeviceMesh) -> list[list[int]]:
     """Every rank's list of integers (all of one length): how ranks agree on something before they act on it."""
     mine = torch.tensor([list(numbers)], dtype=torch.int64, device=device(mesh))
     return all_gather(mine, mesh, 0, (1,) * mesh.size()).tolist()
+
+
+def use_transport(mesh: DeviceMesh, transport: Transport) -> None:
+    """Choose how the ranks of an axis talk; every rank of it makes the same call.
+
+    Arguments:
+        mesh: one axis of a DeviceMesh.
+        transport: "shared": memory that ranks on one host share. "torch": the group's own backend. "auto", which is how
+            an axis starts: shared where it can be (gloo, Linux on x86, one host, one user), else the backend.
+
+    Raises:
+        RankError: "shared", and these ranks cannot share memory.
+    """
+    group = mesh.get_group()
+    _MEMORIES.pop(group, None)
+    if transport == "torch":
+        _MEMORIES[group] = None
+    elif transport == "shared" and _shared(mesh) is None:
+        given, fix = "its ranks cannot share memory", "Leave it at 'auto', or give 'torch'"
+        allowed = "ranks of one user on one Linux host with an x86 processor, joined by gloo"
+        raise RankError(f"use_transport on ranks {mesh.mesh.tolist()}", given, allowed, fix)
+
+
+def _shared(mesh: DeviceMesh) -> SharedMemory | None:
+    """The memory that the ranks of the axis share, if they do. The first call sets it up, on all of them.
+
+    What torch compiles has torch's collectives in it, which the compiler knows.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    group = mesh.get_group()
+    if group not in _MEMORIES:
+        _MEMORIES[group] = None  # for the exchanges of the set-up
+        if mesh.device_type == "cpu" and dist.get_backend(group) == "gloo":
+            timeout = group._get_backend(torch.device("cpu")).options._timeout  # nothing public tells it
+            memory = SharedMemory.open(lambda n: exchange(n, mesh), mesh.size(), mesh.get_local_rank(), timeout)
+            _MEMORIES[group] = memory
+    return _MEMORIES[group]
+
+
+_REDUCE: Final = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}
 
 
 def is_rank_zero() -> bool:
@@ -189,8 +256,9 @@ def _with_size(x: Tensor, dim: int, size: int) -> torch.Size:
 def _peers(verb: str, mesh: DeviceMesh, size: float) -> Iterator[None]:
     """A peer that died or never came is said in our words; what the backend said follows as the cause. Who watches is
     told of the `size` bytes that were sent."""
-    watches = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)]
-    began = time.perf_counter()
+    modes = [] if torch.compiler.is_compiling() else _get_current_dispatch_mode_stack()
+    watches = [mode for mode in modes if isinstance(mode, Watch)]
+    began = time.perf_counter() if watches else 0.0
     try:
         yield
     except RuntimeError as error:
