@@ -22,6 +22,7 @@ from colrow.gradients import Watched
 from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh, chunk_sizes
 from colrow.moves import forget_shard, move, shard_of
 from colrow.params import read
+from colrow.recompute import Recipe, recipe_of
 from colrow.split import Piece, Split
 
 
@@ -147,7 +148,7 @@ class RowLinear(ColumnLinear):
         slices = f"this rank's slice of {self.in_features}, {list(chunk_sizes(self.in_features, self.mesh.size()))}"
         self._check_width(input, valid, split.local_size, wanted=slices)
         weight = self._local_weight().narrow(1, 0, valid)
-        y = F.linear(input.narrow(-1, 0, valid), weight)
+        y = lean_linear(input if input.shape[-1] == valid else input.narrow(-1, 0, valid), weight, None)
         if self.dst == P:
             return y
         sharded = isinstance(known_tokens(self.dst), S)
@@ -164,51 +165,72 @@ class RowLinear(ColumnLinear):
 
 
 def regathering_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b, which saves the shard that x was gathered from, if it was, and not x."""
-    source = shard_of(x) if torch.is_grad_enabled() and weight.requires_grad else None
-    if source is None:
+    """x W^T + b, which keeps the shard that x was gathered from, if it was, and not x; or what x can be made of."""
+    if not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
+    source = shard_of(x)
+    if source is None:
+        return lean_linear(x, weight, bias)
     node, shard = source
-    node.again = again = getattr(node, "again", None) or Regather(node.mesh, node.src, node.sizes)
+    again: Regather = getattr(node, "again", None) or Regather(node.mesh, node.src, node.sizes, recipe_of(shard))
+    node.again = again
     again.users += 1
-    return _RegatheringLinear.apply(x, shard, weight, bias, again)
+    kept = (shard,) if again.recipe is None else again.recipe.kept
+    return _LeanLinear.apply(x, weight, bias, again, *kept)
+
+
+def lean_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, which keeps what x can be made of, if that is known, and not x."""
+    recipe = recipe_of(x) if weight.requires_grad else None
+    if recipe is None:
+        return F.linear(x, weight, bias)
+    recipe.users += 1
+    return _LeanLinear.apply(x, weight, bias, recipe, *recipe.kept)
 
 
 class Regather:
     """One second gather in backward for all column layers that share the first (q, k and v, say)."""
 
-    def __init__(self, mesh: DeviceMesh, src: S, sizes: tuple[int, ...]) -> None:
-        self.mesh, self.src, self.sizes = mesh, S(src.dim, size=sizes), sizes
+    def __init__(self, mesh: DeviceMesh, src: S, sizes: tuple[int, ...], recipe: Recipe | None) -> None:
+        self.mesh, self.src, self.sizes, self.recipe = mesh, S(src.dim, size=sizes), sizes, recipe
         self.users = self.served = 0
         self.whole: Tensor | None = None
 
-    def __call__(self, shard: Tensor) -> Tensor:
-        """The whole input as (tokens, in). Gathered for the first user, let go with the last."""
+    def __call__(self, *kept: Tensor) -> Tensor:
+        """The whole input as (tokens, in), from the shard or what that is made of. Gathered for the first user, let go
+        with the last."""
         if torch.is_grad_enabled():  # a graph of the backward pass is wanted: each user needs its own
-            return move(shard, self.mesh, src=self.src, dst=R).flatten(0, -2)
+            return self._gather(*kept)
         if self.whole is None:
-            self.whole = move(shard, self.mesh, src=self.src, dst=R).flatten(0, -2)
+            self.whole = self._gather(*kept)
         whole, self.served = self.whole, self.served + 1
         if self.served == self.users:
             self.whole, self.served = None, 0
         return whole
 
+    def _gather(self, *kept: Tensor) -> Tensor:
+        shard = kept[0] if self.recipe is None else self.recipe.once(*kept)
+        return move(shard, self.mesh, src=self.src, dst=R).flatten(0, -2)
 
-class _RegatheringLinear(torch.autograd.Function):
-    """y = x W^T + b. Backward: dx = dy W, dW = dy^T x with x gathered again from its shard, db = sum dy."""
+
+class _LeanLinear(torch.autograd.Function):
+    """y = x W^T + b. Backward: dx = dy W, dW = dy^T x with x = again(*kept), db = sum dy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, again: Regather) -> Tensor:
-        ctx.save_for_backward(shard, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, again: Any, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, *kept)
         ctx.again, ctx.x_dtype, ctx.bias_dtype = again, x.dtype, None if bias is None else bias.dtype
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        shard, weight = ctx.saved_tensors
-        needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        weight, *kept = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.flatten(0, -2)  # autocast may have computed y in a lower precision than x and W are kept in
         dx = (dy @ weight.to(dy.dtype)).to(ctx.x_dtype) if needs_x else None
-        dw = (rows.t() @ ctx.again(shard).to(dy.dtype)).to(weight.dtype) if needs_weight else None
+        dw = None
+        if needs_weight:
+            x = ctx.again(*kept).to(dy.dtype)
+            dw = (rows.t() @ x.flatten(0, -2)).to(weight.dtype)
         db = rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
-        return dx, None, dw, db, None
+        return dx, dw, db, None, *(None for _ in kept)

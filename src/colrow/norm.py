@@ -8,9 +8,11 @@ or heads each computes one term of it (`R`).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from colrow.context import current, mark, require_whole
@@ -20,6 +22,7 @@ from colrow.gradients import Watched
 from colrow.layout import I, Layout, R
 from colrow.moves import move
 from colrow.params import read
+from colrow.recompute import Again, note
 
 
 class SplitModule(Watched):
@@ -55,19 +58,24 @@ class SplitModule(Watched):
         return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
     def _in_flight(self) -> Any:
-        """The module as its author knows it: of the original class, with local tensors for its own parameters.
+        """The module as its author knows it: of the original class, with local tensors for its own parameters."""
+        mine = self._local_parameters()
+        return self._seen_with(mine) if mine else self
 
-        A view: it shares everything else (submodules, buffers, hooks) with the module, which is not touched. So the
-        same module can run twice at a time, as recomputation in backward does.
-        """
-        if not any(param is not None for param in self._parameters.values()):
-            return self
+    def _local_parameters(self) -> dict[str, Tensor]:
+        """Its own parameters, by short name, as this rank computes with them."""
+        return {
+            name: read(param, self.splits.get(name), self.mesh, self.grads.get(name, I))
+            for name, param in self._parameters.items()
+            if param is not None
+        }
+
+    def _seen_with(self, params: Mapping[str, Tensor]) -> Any:
+        """A view: it shares everything but these (submodules, buffers, hooks) with the module, which is not touched. So
+        the same module can run twice at a time, as recomputation in backward does."""
         view = object.__new__(self.origin)
         view.__dict__.update(self.__dict__)
-        view.__dict__["_parameters"] = {
-            name: None if param is None else read(param, self.splits.get(name), self.mesh, self.grads.get(name, I))
-            for name, param in self._parameters.items()
-        }
+        view.__dict__["_parameters"] = dict.fromkeys(self._parameters) | dict(params)
         return view
 
 
@@ -76,15 +84,17 @@ class Replicated(SplitModule):
 
     Attributes:
         sharded: whether it is in the sequence-parallel stretch; outside, its input must be whole.
+        tp_again: whether its output may be made again in backward, from its input: it is a norm.
     """
 
     sharded: bool
+    tp_again: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.sharded and I in self.grads.values():
             require_whole(self.where)
         try:
-            out, call = super().forward(*args, **kwargs), current()
+            out, call = self._out(*args, **kwargs), current()
         except IndexError as error:
             if not isinstance(self, nn.Embedding):
                 raise
@@ -93,6 +103,21 @@ class Replicated(SplitModule):
         if self.sharded and call is not None and isinstance(out, Tensor) and out.dim() == 2:  # the stream, not heads
             mark(out, call.tokens)  # attention or MLP may be checkpointed inside a checkpointed block
         return out
+
+    def _out(self, *args: Any, **kwargs: Any) -> Any:
+        """What the author's `forward` gives. A norm keeps its input and nothing else; what takes its output keeps
+        nothing."""
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not (self.tp_again and isinstance(x, Tensor) and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        mine = self._local_parameters()
+
+        def make(x: Tensor, *params: Tensor) -> Tensor:
+            return self.origin.forward(self._seen_with(dict(zip(mine, params, strict=True))), x)
+
+        keeps_little = self.origin.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)  # by torch's own node
+        y = make(x, *mine.values()) if keeps_little else Again.apply(make, x, *mine.values())
+        return note(y, make, x, *mine.values())
 
 
 class Sliced(SplitModule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ def parallelize(
     plan: Plan | None = None,
     *,
     sequence_parallel: bool = True,
+    recompute: Recompute = "elementwise",
     check_inputs: int = 3,
 ) -> nn.Module:
     """Split `model` over the ranks of `mesh`, in place. It is called, trained and saved as before.
@@ -69,6 +71,7 @@ def parallelize(
         mesh: one axis of a DeviceMesh, `mesh["tp"]`. Its size need not divide anything.
         plan: what the parts mean. Without one, that of the model's family; with one, it goes before the family's.
         sequence_parallel: keep norms, dropout and residuals of the blocks on 1/t of the tokens.
+        recompute: what is made again in backward, and not kept: "elementwise" (norms and activations), or "none".
         check_inputs: the first so many calls check that all ranks were given the same inputs (-1: all calls).
 
     Returns: `model`. Its parameters are DTensors on `mesh`, its names, hooks, dtypes, ties and `requires_grad` are what
@@ -88,6 +91,10 @@ def parallelize(
         return model
     resolved = resolve_alike(model, mesh, plan, sequence_parallel, check_resettable)
     apply(model, mesh, resolved, _own_values(model, mesh), check_inputs)
+    if recompute == "none":
+        for module in model.modules():
+            if isinstance(module, Replicated | Region):
+                vars(module).update(tp_again=False, tp_lean=False)
     return model
 
 
@@ -129,6 +136,7 @@ def resolve_alike(
     return resolved
 
 
+Recompute = Literal["none", "elementwise"]
 Maker = Callable[[Split | None], DTensor]
 """From a parameter's split to the parameter at rest."""
 Values = Callable[[nn.Module], tuple[dict[str, Maker], dict[str, Tensor]]]
@@ -219,6 +227,8 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
     if isinstance(module, Region):
         attributes |= {"tp_heads": site.heads, "tp_sums": isinstance(site.rule, rules.Moe)}
         attributes |= {f"tp_{at}": getattr(site.rule, at) for at in ("per_head", "residual") if hasattr(site.rule, at)}
+    attributes |= {"tp_again": True} if isinstance(site.rule, rules.Norm) else {}
+    attributes |= {"tp_lean": True} if isinstance(site.rule, rules.Mlp) else {}
     if isinstance(site.rule, rules.Block):
         attributes |= {"tp_last": site.rule.last}
     if isinstance(module, Dropout | ColumnLinear):

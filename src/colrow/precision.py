@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +15,23 @@ class KeepDouble(TorchFunctionMode):
     """Casts of doubles to fp32, as norms, softmax and rotary positions make them, keep double.
 
     They cost 1e-8, which would hide a fault of that size; with both models in double throughout, rounding is 1e-15.
+    What is made again in backward is made as it was: `active` tells how that was.
     """
+
+    _entered: ContextVar[int] = ContextVar("colrow_keep_double", default=0)
+
+    @classmethod
+    def active(cls) -> bool:
+        """Whether one is entered."""
+        return cls._entered.get() > 0
+
+    def __enter__(self) -> Self:
+        self._entered.set(self._entered.get() + 1)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._entered.set(self._entered.get() - 1)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -43,6 +43,7 @@ from colrow.gradients import in_backward
 from colrow.layout import I, R, S
 from colrow.moves import forget_shard, move
 from colrow.norm import SplitModule, argument_names
+from colrow.recompute import Lean
 from colrow.split import Heads
 
 FEW: Final = 64
@@ -61,6 +62,7 @@ class Region(SplitModule):
         tp_per_head: names of arguments (batch x heads, ...).
         tp_residual: the name of an argument that is in the stream, as the output is.
         tp_sums: whether what its layers give are terms, to be summed by g at its exit.
+        tp_lean: whether its activations may be made again in backward.
     """
 
     sharded: bool
@@ -68,6 +70,7 @@ class Region(SplitModule):
     tp_per_head: tuple[str, ...] = ()
     tp_residual: str | None = None
     tp_sums: bool = False
+    tp_lean: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, args, kwargs = self.stream_first(args, kwargs)
@@ -77,7 +80,7 @@ class Region(SplitModule):
         names = argument_names(type(self))[1:]
         args = tuple(self._beside(names[i] if i < len(names) else "", arg, x, whole) for i, arg in enumerate(args))
         kwargs = {name: self._beside(name, arg, x, whole) for name, arg in kwargs.items()}
-        with running(Call(tokens)) if sharded else nullcontext(), self._dropout():
+        with running(Call(tokens)) if sharded else nullcontext(), self._dropout(), self._lean():
             out = super().forward(whole, *args, **kwargs)
         if sharded:
             forget_shard(whole)
@@ -115,6 +118,10 @@ class Region(SplitModule):
             return nullcontext()
         heads = None if self.tp_heads is None else self.tp_heads.true_heads
         return FunctionalDropout(self.mesh, S(0) if self.sharded else I, heads, features=heads is None)
+
+    def _lean(self) -> AbstractContextManager[Any]:
+        lean = self.tp_lean and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return Lean() if lean else nullcontext()
 
     def _mark_heads(self, out: Any) -> None:
         """Note on what comes beside the output (probabilities, a position bias) that it is of this rank's heads."""
