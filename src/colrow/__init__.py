@@ -25,6 +25,9 @@ from colrow.loss import vocab_log_probs as vocab_log_probs
 from colrow.moves import move as move
 from colrow.parallelize import parallelize as parallelize
 from colrow.params import local as local
+from colrow.plan_advice import Advice as Advice
+from colrow.plan_report import PlanReport as PlanReport
+from colrow.planning import plan as plan
 from colrow.pretrained import load_pretrained as load_pretrained
 from colrow.pretrained import save_pretrained as save_pretrained
 from colrow.resolve import resolve as resolve
