@@ -118,7 +118,12 @@ def test_it_warns_of_a_large_layer_that_is_whole() -> None:
 
 
 def test_layers_that_are_alike_are_one_line() -> None:
-    text = str(colrow.plan(on_meta("deepseek_v3", num_hidden_layers=5, first_k_dense_replace=2), 2))
+    report = colrow.plan(on_meta("deepseek_v3", num_hidden_layers=5, first_k_dense_replace=2), 2)
+    assert sum(node.bytes_per_rank for node in report.tree()) == report.totals.bytes_per_rank
+    layers = {node.label: node for top in report.tree() for _, node in top.walk()}["2-4"]
+    one = sum(row.bytes_per_rank for row in report.rows if row.name.startswith("model.layers.3."))
+    assert layers.bytes_per_rank == sum(node.bytes_per_rank for node in layers.below) == 3 * one
+    text = str(report)
     labels = [line.strip("│├└─ ").split()[0] for line in text.splitlines() if line]
     assert labels.count("0-1") == labels.count("2-4") == 1
     assert labels.count("q_b_proj.weight") == 2 and labels.count("experts") == 1

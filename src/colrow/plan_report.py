@@ -79,10 +79,13 @@ class PlanReport:
             yield f"\n{len(self.warnings)} to look at:", "bold yellow"
             yield from ((f"  {warning}", "") for warning in self.warnings)
 
+    def tree(self) -> tuple[Node, ...]:
+        """The rows as a tree of modules, in which layers that are alike are one node."""
+        return fold(Part(row, self.replicated.get(row.name, ""), self.waste.get(row.name, 0.0)) for row in self.rows)
+
     def _tree(self) -> Iterator[tuple[str, str]]:
         rows = [("parameter", "rule", "whole", "on a rank", "bytes", "share", "")]
-        parts = [Part(row, self.replicated.get(row.name, ""), self.waste.get(row.name, 0.0)) for row in self.rows]
-        for top in fold(parts):
+        for top in self.tree():
             rows += [self._branch(drawn + node.label, node) for drawn, node in top.walk()]
         yield from _styled(table(rows, right=(4, 5)))
 
