@@ -27,7 +27,9 @@ lint: $(INSTALLED) ## ruff check, ruff format --check, pyright
 	$(BIN)/pyright
 
 docs: $(INSTALLED) ## build the documentation into build/site; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+	@! grep -rnEo --include='*.html' '<(script|link|img)[^>]+https?://[^ >]+' build/site \
+		|| { echo "the pages load something from another host" >&2; exit 1; }
 
 families: $(INSTALLED) ## compare every family with one process, and write docs/families.md (some minutes)
 	$(BIN)/python tools/families.py

@@ -36,7 +36,9 @@ class PlanReport:
     """What becomes of a model at one degree. Print it, or read its numbers.
 
     Attributes:
-        tp, sequence_parallel, dtype: what it was made for; `dtype` is "mixed" if the model has several.
+        tp: the number of ranks.
+        sequence_parallel: whether norms, dropout and residuals are to be on 1/tp of the tokens.
+        dtype: that of the parameters; "mixed" if there are several.
         rows: every parameter: name, rule, whole shape, shape on a rank, padding, bytes on a rank.
         totals: the sums.
         replicated: name -> why, for every parameter that is whole on every rank.

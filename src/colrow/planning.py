@@ -26,8 +26,7 @@ def plan(model: nn.Module, tp: int, plan: Plan | None = None, *, sequence_parall
         plan: as for `parallelize`; by default that of the model's family, or one proposed from its structure.
         sequence_parallel: as for `parallelize`.
 
-    Returns:
-        A report to print or to read: every parameter, sums, what stays whole and why, padding, warnings.
+    Returns: a report to print or to read: every parameter, sums, what stays whole and why, padding, warnings.
 
     Raises:
         PlanError: what `parallelize` would say of the model and the plan.
