@@ -101,7 +101,9 @@ def _kv_heads(heads: Heads, split: Split, tp: int) -> str:
 
 
 def advise(resolved: Resolved, parts: Iterable[Part], bytes_per_rank: int) -> tuple[Advice, ...]:
-    """The odd choices of a plan at its degree; equal ones in many layers are one."""
+    """The odd choices of a plan at its degree; equal ones in many layers are one. On one rank there is no choice."""
+    if resolved.tp == 1:
+        return ()
     places, parts = Places(resolved), list(parts)
     found: dict[tuple[str, str, str], dict[str, int]] = {}  # (kind, given, fix) -> bytes by name
     for kind, name, given, fix, cost in [*_of_heads(resolved), *_of_parts(parts, places)]:
