@@ -172,13 +172,8 @@ def _of_parts(parts: Iterable[Part], places: Places) -> Iterator[Finding]:
             yield "vocabulary", name, given, fix, 0
         elif part.waste > MUCH_PADDING and _of_features(rule):
             given = f"{split.true_size} features on {places.tp} ranks: {percent(part.waste)} of the storage is padding"
-            yield (
-                "padding",
-                name,
-                given,
-                f"A width that is a multiple of {places.tp} has none",
-                0,
-            )
+            fix = f"A width that is a multiple of {places.tp} has none"
+            yield "padding", name, given, fix, 0
 
 
 def _of_features(rule: rules.Rule | None) -> bool:
