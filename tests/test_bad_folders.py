@@ -25,8 +25,8 @@ from transformers import GenerationConfig
 from colrow import Column, Plan
 from colrow.folder import INDEX
 from colrow.models.tiny import tiny
-from colrow.plan import Rule
 from colrow.pretrained import load_pretrained, save_pretrained
+from colrow.rules import Rule
 from pool import mesh
 
 ONE = "model.safetensors"

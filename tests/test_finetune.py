@@ -109,7 +109,7 @@ def test_the_result_is_a_plain_folder(ranks: Ranks, options: TrainOptions) -> No
 
     result, text = ranks(2).run(finetuned, replace(options, tp=2))[0]
     assert set(result) == {"steps", "loss_first", "loss_last", "tokens_per_second", "checkpoint", "model"}
-    assert f"colrow generate --model {result['model']}" in text and "self_attn.q_proj.weight" in text
+    assert f"colrow generate --model {result['model']}" in text and "Column(kv_heads)" in text
     before = AutoModelForCausalLM.from_pretrained(options.model)
     after = AutoModelForCausalLM.from_pretrained(result["model"])
     moved = relative(after.lm_head.weight, before.lm_head.weight)

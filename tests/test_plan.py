@@ -34,8 +34,8 @@ from colrow import (
 )
 from colrow.families import gpt as gpt_family
 from colrow.models import GPT, GPTConfig
-from colrow.plan import glob
 from colrow.resolve import Resolved
+from colrow.rules import glob
 from own import DRAWING, GPT_RULES, LLAMA, SMALL, OwnModel, drawing, gpt, own_plan
 
 

@@ -36,11 +36,11 @@ def function(count):
 
 
 BAD = [
-    (structure.import_direction, "linear.py", "from .plan import Plan", "linear imports plan"),
-    (structure.import_direction, "linear.py", "from . import plan", "linear imports plan"),
-    (structure.import_direction, "linear.py", "from colrow.plan import Plan", "linear imports plan"),
-    (structure.import_direction, "linear.py", "from colrow import plan", "linear imports plan"),
-    (structure.import_direction, "linear.py", "import colrow.plan", "linear imports plan"),
+    (structure.import_direction, "linear.py", "from .rules import Plan", "linear imports rules"),
+    (structure.import_direction, "linear.py", "from . import rules", "linear imports rules"),
+    (structure.import_direction, "linear.py", "from colrow.rules import Plan", "linear imports rules"),
+    (structure.import_direction, "linear.py", "from colrow import rules", "linear imports rules"),
+    (structure.import_direction, "linear.py", "import colrow.rules", "linear imports rules"),
     (structure.import_direction, "linear.py", "def f():\n    from .cli import main", "linear.py:2: linear imports cli"),
     (structure.import_direction, "linear.py", "import colrow", "linear imports __init__"),
     (structure.import_direction, "linear.py", "from colrow import move", "linear imports __init__"),
@@ -91,8 +91,8 @@ def test_a_check_catches_what_it_is_for(check, path, source, message):
 
 GOOD = [
     (structure.import_direction, "__init__.py", "from .cli import main\nimport colrow.train"),
-    (structure.import_direction, "plan.py", "import torch\nfrom .errors import E\nfrom colrow.layout import R, S"),
-    (structure.import_direction, "families/gpt.py", "from ..plan import Plan\nfrom .other import f\nfrom . import g"),
+    (structure.import_direction, "rules.py", "import torch\nfrom .errors import E\nfrom colrow.layout import R, S"),
+    (structure.import_direction, "families/gpt.py", "from ..rules import Plan\nfrom .other import f\nfrom . import g"),
     (structure.import_direction, "train.py", "import colrow\nfrom colrow import move\nfrom .models.gpt import GPT"),
     (structure.import_direction, "models/__init__.py", "from .gpt import GPT"),
     (structure.import_direction, "errors.py", "import colrowed\nfrom plan import x"),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from colrow import plan as rules
+from colrow import rules
 from colrow.context import mix
 from colrow.embedding import VocabEmbedding
 from colrow.errors import PlanError
@@ -30,8 +30,8 @@ from colrow.layout import I, Layout, P, R, S
 from colrow.linear import ColumnLinear, RowLinear
 from colrow.norm import Replicated, SplitModule
 from colrow.params import local, local_of, shard_like
-from colrow.plan import Rule
 from colrow.resolved import Site
+from colrow.rules import Rule
 from colrow.split import Split
 
 TABLES: Final = ("lora_embedding_A", "lora_embedding_B")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import tyro
@@ -22,8 +22,6 @@ from colrow.launch import RankFailedError, launch, leave, under_torchrun
 from colrow.model_options import FamiliesOptions, GenerateOptions, PlanOptions, VerifyOptions
 from colrow.models import tiny
 from colrow.options import TrainOptions
-from colrow.parallelize import find_plan
-from colrow.resolved import Resolved
 from colrow.show import Show
 from colrow.train import train
 from colrow.verify import verify
@@ -53,6 +51,8 @@ MOST_RANKS = 64
 
 PATIENCE = 1800.0
 """Seconds that the other ranks wait while the first one computes with the model whole, or writes it."""
+SOON_VERIFIED = 2e9
+"""Bytes of a model that `colrow verify` computes whole in a time that one waits for."""
 Options = TrainOptions | GenerateOptions | VerifyOptions | PlanOptions | FamiliesOptions
 
 
@@ -167,11 +167,13 @@ def show_plan(options: PlanOptions) -> None:
     """`colrow plan`: everything is decided on meta tensors."""
     options.check()
     model = options.on_meta()
-    resolved = colrow.resolve(model, find_plan(model), options.tp)
+    report = colrow.plan(model, options.tp, sequence_parallel=options.sequence_parallel)
     if options.json:
-        print(json.dumps(plan_numbers(resolved)))
-    else:
-        Show(talks=True, to_stderr=False).split(resolved)
+        print(json.dumps(report.as_json()))
+        return
+    family = str(getattr(getattr(model, "config", None), "model_type", None))
+    quick = report.totals.whole_bytes <= SOON_VERIFIED or family not in tiny.FAMILIES
+    Show(talks=True, to_stderr=False).plan(options.model, report, options.model if quick else family)
 
 
 def list_families(options: FamiliesOptions) -> None:
@@ -183,14 +185,3 @@ def list_families(options: FamiliesOptions) -> None:
         print(json.dumps({"families": listed, "aliases": aliases}))
     else:
         Show(talks=True, to_stderr=False).families(known, aliases)
-
-
-def plan_numbers(resolved: Resolved) -> dict[str, Any]:
-    """A resolved plan in numbers, as `colrow plan --json` prints it."""
-    split = {f"{site.name}.{name}" for site in resolved.sites for name, s in site.splits.items() if s.sharded}
-    return {
-        "tp": resolved.tp,
-        "parameters": [asdict(row) for row in resolved.rows],
-        "replicated_bytes": sum(row.bytes_per_rank for row in resolved.rows if row.name not in split),
-        "sharded_bytes_per_rank": sum(row.bytes_per_rank for row in resolved.rows if row.name in split),
-    }

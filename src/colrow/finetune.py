@@ -20,7 +20,6 @@ from colrow import comm, runs
 from colrow.errors import DataError
 from colrow.loop import Result, Run, loop, make_mesh, make_optimizer, require_same_text, resume
 from colrow.options import TrainOptions
-from colrow.parallelize import find_plan
 from colrow.pretrained import load_pretrained, save_pretrained
 from colrow.show import Show
 from colrow.source import find_language_model
@@ -70,7 +69,7 @@ def set_up(options: TrainOptions, show: Show) -> Run:
     text = pack(ids, labels, options.context, options.accumulate * options.batch * mesh["dp"].size())
     whole = saved.on_meta()
     show.line(f"{len(documents):,} documents, {ids.numel():,} tokens, {len(text.train[0]):,} rows to learn from\n")
-    show.split(colrow.resolve(whole, find_plan(whole), options.tp, sequence_parallel=options.sequence_parallel))
+    show.split(colrow.plan(whole, options.tp, sequence_parallel=options.sequence_parallel))
     model = load_pretrained(
         saved.path, mesh["tp"], dtype=options.torch_dtype, sequence_parallel=options.sequence_parallel
     )

@@ -20,7 +20,7 @@ from math import prod
 
 from torch import nn
 
-from colrow import plan as rules
+from colrow import rules
 from colrow.layout import R, chunk_sizes
 from colrow.observe import Place, Places
 from colrow.resolved import Resolved, Site

@@ -58,9 +58,10 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Show what becomes of each parameter: its rule, its shape whole and on a rank, its bytes. Starts no ranks.
+    """Show what becomes of each parameter and what it costs: rule, shapes, bytes on a rank, padding. Starts no ranks.
 
-    The model is not loaded: a config is enough, so the largest takes seconds.
+    Says what stays whole on every rank and why, and warns of choices that cost more than they need to. The model is not
+    loaded: a config is enough, so the largest takes seconds.
     """
 
     model: str = OWN
@@ -68,6 +69,10 @@ class PlanOptions:
     sizes below are for `gpt`."""
     tp: int = 2
     """Ranks to split it over; it need not divide anything."""
+    sequence_parallel: bool = True
+    """Keep norms, dropout and residuals on 1/tp of the tokens. It changes activations, not what is stored."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """Of the parameters that are counted. auto: that of the model's config."""
     layers: int = 4
     width: int = 128
     heads: int = 4
@@ -91,10 +96,12 @@ class PlanOptions:
     def on_meta(self) -> nn.Module:
         """The model, without memory."""
         source = find(self.model)
-        if not isinstance(source, OwnModel):
-            return source.on_meta()
-        with torch.device("meta"):
-            return GPT(self._training().gpt(self.vocab_size))
+        if isinstance(source, OwnModel):
+            with torch.device("meta"):
+                model = GPT(self._training().gpt(self.vocab_size))
+        else:
+            model = source.on_meta()
+        return model if self.dtype == "auto" else model.to(getattr(torch, self.dtype))
 
     def _training(self) -> TrainOptions:
         return TrainOptions(**{name: getattr(self, name) for name in _SIZES})

@@ -16,8 +16,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from colrow import comm
-from colrow import plan as rules
+from colrow import comm, rules
 from colrow.gradients import in_backward
 from colrow.params import local_of
 from colrow.resolved import Resolved, Site

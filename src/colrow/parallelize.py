@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from colrow import comm, families
-from colrow import plan as rules
+from colrow import comm, families, rules
 from colrow.adapters import AdaptedEmbedding, Lookup, make_whole, sites_of_split
 from colrow.become import become
 from colrow.checks import check_alike, check_model
@@ -29,9 +28,9 @@ from colrow.linear import ColumnLinear, RowLinear
 from colrow.model import LanguageModel, Model, Stack
 from colrow.norm import Replicated, Router, Sliced, SplitModule
 from colrow.params import agree, shard
-from colrow.plan import Plan
 from colrow.region import Block, LastNorm, Region
 from colrow.resolve import Resolved, Site, resolve
+from colrow.rules import Plan
 from colrow.split import Split
 
 _MIXINS: dict[type[rules.Rule], type[nn.Module]] = {

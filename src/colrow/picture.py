@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import nn
 
-from colrow import plan as rules
+from colrow import rules
 from colrow.layout import chunk_sizes
 from colrow.linear import ColumnLinear, RowLinear
 from colrow.observe import Observer

@@ -23,7 +23,7 @@ from colrow.folder_out import TOKENIZER_FILES, FolderWriter
 from colrow.layout import check_mesh
 from colrow.parallelize import Maker, apply, resolve_alike
 from colrow.params import splits, true_name, unshard
-from colrow.plan import Plan
+from colrow.rules import Plan
 from colrow.split import Split
 from colrow.state import require_equal_replicas
 from colrow.together import together

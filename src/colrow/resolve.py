@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from colrow import plan as rules
+from colrow import rules
 from colrow.adapters import adapted, moved, of_an_adapter, sites_beside
 from colrow.embedding import check_options
 from colrow.errors import PlanError
 from colrow.layout import I, Layout, P, R, S
-from colrow.plan import Plan, Rule, Unit
 from colrow.resolved import OwnConfig, Resolved, Row, Site
+from colrow.rules import Plan, Rule, Unit
 from colrow.split import Heads, Piece, Split, fused, split_heads
 from colrow.totality import REGIONS, check_forward, check_names, check_owners, check_partners
 

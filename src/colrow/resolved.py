@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colrow.layout import I, Layout
-from colrow.plan import Rule
+from colrow.rules import Rule
 from colrow.split import Heads, Split
 
 

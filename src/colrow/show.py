@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from colrow.figures import size, table
 from colrow.models.tiny import Family
-from colrow.resolved import Resolved
+from colrow.plan_report import PlanReport
 from colrow.verify import Verdict
 
 WORST = 5
@@ -50,10 +50,8 @@ class Show:
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Columns as wide as they need; the first row is their names."""
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for number, row in enumerate(rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self.line("  ".join(cells).rstrip(), style="" if number else "bold")
+        for number, line in enumerate(table(rows)):
+            self.line(line, style="" if number else "bold")
 
     def working(self, text: str) -> AbstractContextManager[object]:
         """A spinner on a terminal, for as long as the ranks work."""
@@ -97,15 +95,24 @@ class Show:
         self.line("  colrow verify --model llama --tp 3    prove that a split equals one process")
         self.line("  colrow plan --model llama --tp 3      what each rank would hold")
 
-    def split(self, resolved: Resolved) -> None:
-        """What is split and how: one line for the parameters of all blocks that are alike."""
-        rows = [("parameter", "", "rule", "whole", "per rank")]
-        rows += [(name, f"x{n}" if n > 1 else "", *rest) for (name, *rest), n in groups(resolved).items()]
-        self.table(rows)
-        here, whole = sum(row.bytes_per_rank for row in resolved.rows), whole_bytes(resolved)
-        mode = "tensor and sequence parallel" if resolved.sequence_parallel else "tensor parallel"
-        part = f"{size(here)} of {size(whole)} of parameters ({here / whole:.0%})"
-        self.line(f"{mode}, tp {resolved.tp}: each rank holds {part}\n")
+    def split(self, report: PlanReport) -> None:
+        """What becomes of each parameter, and what a rank holds: as much as a run begins with."""
+        for line, style in report.lines(brief=True):
+            self.line(line, style)
+        self.line("")
+
+    def plan(self, model: str, report: PlanReport, quick: str) -> None:
+        """A plan in full, and what to do next. `quick`: the model, or a tiny one of its family, to verify."""
+        for line, style in report.lines():
+            self.line(line, style)
+        self.line("\nnext:", style="bold")
+        steps = {
+            f"colrow plan --model {model} --tp {report.tp * 2}": "another degree",
+            f"colrow verify --model {quick} --tp {report.tp}": "prove that the split equals one process",
+            'colrow.parallelize(model, mesh["tp"])': "split it in your own code",
+        }
+        for line in table([(f"  {step}", what) for step, what in steps.items()]):
+            self.line(line)
 
     @contextmanager
     def training(self, start: int, total: int) -> Iterator[Training]:
@@ -154,41 +161,3 @@ def _next_steps(model: str, v: Verdict) -> list[str]:
     if v.sequence_parallel:
         steps.append(f"{again} --no-sequence-parallel    whether sequence parallelism is at fault")
     return steps
-
-
-def groups(resolved: Resolved) -> dict[tuple[str, str, str, str], int]:
-    """(name with `*` for numbers, rule, whole shape, shape per rank) -> how many parameters, in order."""
-    found: dict[tuple[str, str, str, str], int] = {}
-    for row in resolved.rows:
-        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", row.name)
-        key = (name, row.rule, shape(row.global_shape), shape(row.local_shape))
-        found[key] = found.get(key, 0) + 1
-    return found
-
-
-def whole_bytes(resolved: Resolved) -> int:
-    """The bytes of the parameters on one device."""
-    total = 0
-    for row in resolved.rows:
-        whole = mine = 1
-        for a, b in zip(row.global_shape, row.local_shape, strict=True):
-            whole, mine = whole * a, mine * b
-        total += row.bytes_per_rank * whole // mine
-    return total
-
-
-def shape(sizes: tuple[int, ...]) -> str:
-    return "x".join(map(str, sizes))
-
-
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(1_650_000)
-    '1.6 MB'
-    """
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

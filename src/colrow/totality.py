@@ -7,11 +7,11 @@ from typing import Final
 
 from torch import Tensor, nn
 
-from colrow import plan as rules
+from colrow import rules
 from colrow.become import calls_super, is_plain_linear
 from colrow.errors import PlanError
-from colrow.plan import FEATURES, Rule
 from colrow.resolved import Site
+from colrow.rules import FEATURES, Rule
 
 REGIONS: Final = (rules.Attention, rules.Mlp, rules.Moe)
 

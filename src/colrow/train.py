@@ -21,7 +21,6 @@ from colrow.data import Tokenizer, corpus, read, train_tokenizer
 from colrow.loop import Result, Run, loop, make_mesh, make_optimizer, require_same_text, resume
 from colrow.models import GPT
 from colrow.options import TrainOptions as TrainOptions
-from colrow.parallelize import find_plan
 from colrow.sample import sample
 from colrow.show import Show
 
@@ -64,7 +63,7 @@ def set_up(options: TrainOptions, show: Show) -> tuple[Run, Tokenizer]:
     with torch.device("meta"):
         model = GPT(options.gpt(tokenizer.vocab)).to(options.torch_dtype or torch.float32)
     show.line(f"{len(raw):,} bytes of text, {tokens.numel():,} tokens, a vocabulary of {tokenizer.vocab}\n")
-    show.split(colrow.resolve(model, find_plan(model), options.tp, sequence_parallel=options.sequence_parallel))
+    show.split(colrow.plan(model, options.tp, sequence_parallel=options.sequence_parallel))
     torch.manual_seed(options.seed)
     model = colrow.parallelize(model, mesh["tp"], sequence_parallel=options.sequence_parallel)
     optimizer = make_optimizer(model, options.weight_decay)

@@ -8,7 +8,7 @@ from typing import Final
 from torch import nn
 
 from colrow.families import bert, bloom, deepseek_v3, falcon, gpt, gpt2, gpt_neox, llama, mixtral, opt, phi3, t5, vit
-from colrow.plan import Plan
+from colrow.rules import Plan
 
 FAMILIES: Final[dict[str, Callable[[nn.Module], Plan]]] = {
     "colrow-gpt": gpt.plan,

@@ -6,7 +6,7 @@ from torch import nn
 
 from colrow.errors import PlanError
 from colrow.families.hf import base, blocks, config_of, heads, norms, root, there
-from colrow.plan import HEADS, Attention, Column, Drop, Head, Plan, Replicated, Row, Vocab
+from colrow.rules import HEADS, Attention, Column, Drop, Head, Plan, Replicated, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

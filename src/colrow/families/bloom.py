@@ -6,7 +6,7 @@ from torch import nn
 
 from colrow.errors import PlanError
 from colrow.families.hf import base, blocks, config_of, heads, norms, there
-from colrow.plan import GROUPS, HEADS, Attention, Column, Drop, LastNorm, Mlp, Plan, Row, Vocab
+from colrow.rules import GROUPS, HEADS, Attention, Column, Drop, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

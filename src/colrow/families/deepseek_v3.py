@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, blocks, config_of, experts, heads, norms, there
-from colrow.plan import HEADS, Attention, Column, LastNorm, Mlp, Plan, Replicated, Row, Vocab
+from colrow.rules import HEADS, Attention, Column, LastNorm, Mlp, Plan, Replicated, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

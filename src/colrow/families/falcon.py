@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, blocks, heads, norms, there
-from colrow.plan import GROUPS, HEADS, Attention, Column, Drop, LastNorm, Mlp, Plan, Row, Vocab
+from colrow.rules import GROUPS, HEADS, Attention, Column, Drop, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

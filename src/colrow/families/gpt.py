@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from colrow.plan import (
+from colrow.rules import (
     FEATURES,
     HEADS,
     KV_HEADS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, heads, norms, there
-from colrow.plan import HEADS, KV_HEADS, Attention, Block, Column, Drop, LastNorm, Mlp, Plan, Replicated, Row, Vocab
+from colrow.rules import HEADS, KV_HEADS, Attention, Block, Column, Drop, LastNorm, Mlp, Plan, Replicated, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, config_of, heads, norms, there
-from colrow.plan import GROUPS, HEADS, Attention, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
+from colrow.rules import GROUPS, HEADS, Attention, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

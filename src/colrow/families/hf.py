@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from colrow.errors import PlanError
-from colrow.plan import FEATURES, Attention, Block, Head, Moe, Norm, Plan, Replicated, Router, Rule, Sliced
+from colrow.rules import FEATURES, Attention, Block, Head, Moe, Norm, Plan, Replicated, Router, Rule, Sliced
 
 
 def config_of(model: nn.Module) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, config_of, grouped_attention, heads, norms, there
-from colrow.plan import HEADS, KV_HEADS, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
+from colrow.rules import HEADS, KV_HEADS, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

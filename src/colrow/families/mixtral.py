@@ -6,7 +6,7 @@ from torch import nn
 
 from colrow.families import llama
 from colrow.families.hf import base, config_of, experts
-from colrow.plan import Plan
+from colrow.rules import Plan
 
 
 def plan(model: nn.Module) -> Plan:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from colrow.families.hf import base, config_of, grouped_attention, heads, norms, there
-from colrow.plan import FEATURES, HEADS, KV_HEADS, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
+from colrow.rules import FEATURES, HEADS, KV_HEADS, Block, Column, LastNorm, Mlp, Plan, Row, Vocab
 
 
 def plan(model: nn.Module) -> Plan:

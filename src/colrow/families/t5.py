@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, blocks, heads, norms, root, there
-from colrow.plan import (
+from colrow.rules import (
     FEATURES,
     HEADS,
     Attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colrow.families.hf import base, blocks, heads, norms, there
-from colrow.plan import HEADS, Attention, Column, LastNorm, Mlp, Plan, Replicated, Row
+from colrow.rules import HEADS, Attention, Column, LastNorm, Mlp, Plan, Replicated, Row
 
 
 def plan(model: nn.Module) -> Plan:

@@ -12,7 +12,7 @@ from torch import nn
 
 from colrow.errors import PlanError
 from colrow.families.proposal.proposer import propose
-from colrow.plan import Plan
+from colrow.rules import Plan
 
 _BY_HAND = 'Pass a plan, Plan({"up": Column(), "down": Row(), ...}), with a rule for every module that has parameters'
 

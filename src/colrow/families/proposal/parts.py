@@ -14,7 +14,7 @@ from colrow.families.proposal.kinds import COUNT, HEAD_DIM, OTHER, SIZE, STREAM,
 from colrow.families.proposal.translate import COLUMN, ROW
 from colrow.families.proposal.trial import works_by_vector
 from colrow.families.proposal.values import code_of
-from colrow.plan import FEATURES, GROUPS, HEADS, KV_HEADS, Attention, Column, Row, Rule, Unit
+from colrow.rules import FEATURES, GROUPS, HEADS, KV_HEADS, Attention, Column, Row, Rule, Unit
 
 _NAMES: Final = {
     "heads": ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from colrow import plan as rules
+from colrow import rules
 from colrow.families.proposal import kinds
 from colrow.families.proposal.kinds import FEATURES, OUT, STREAM, Role, Unclear, changed, flat
 from colrow.families.proposal.parts import (
@@ -33,7 +33,7 @@ from colrow.families.proposal.parts import (
 )
 from colrow.families.proposal.reading import follow, follow_loop
 from colrow.families.proposal.translate import COLUMN, UNKNOWN, rule_source, styles, written
-from colrow.plan import Plan, Rule
+from colrow.rules import Plan, Rule
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Final
 
 from torch import nn
 
-from colrow.plan import Rule, Unit
+from colrow.rules import Rule, Unit
 
 COLUMN, ROW, HEAD, UNKNOWN = "column", "row", "head", "unknown"
 _STYLES: Final[Mapping[str, str]] = MappingProxyType(

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colrow import plan as rules
+from colrow import rules
 from colrow.families.proposal import kinds
 from colrow.families.proposal.kinds import (
     BY_TOKEN,
