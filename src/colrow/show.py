@@ -14,6 +14,7 @@ from rich.text import Text
 from colrow.models.tiny import Family
 from colrow.resolved import Resolved
 from colrow.verify import Verdict
+from colrow.words import shape, size
 
 WORST = 5
 """Gradients that a verdict shows, unless it is asked for all."""
@@ -175,20 +176,3 @@ def whole_bytes(resolved: Resolved) -> int:
             whole, mine = whole * a, mine * b
         total += row.bytes_per_rank * whole // mine
     return total
-
-
-def shape(sizes: tuple[int, ...]) -> str:
-    return "x".join(map(str, sizes))
-
-
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(1_650_000)
-    '1.6 MB'
-    """
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

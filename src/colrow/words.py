@@ -1,0 +1,67 @@
+"""How numbers, shapes, verbs and kinds are written, in every table, drawing and page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from colrow.traced import Kind, Layer
+
+KINDS: Final[Mapping[Kind, str]] = {
+    "stream": "norms, dropout, residuals",
+    "attention": "attention",
+    "mlp": "MLP",
+    "experts": "experts",
+    "embedding": "embedding",
+    "head": "head and loss",
+    "other": "other",
+}
+BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def shape(sizes: Iterable[int], times: str = "x") -> str:
+    return times.join(map(str, sizes))
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(1_650_000)
+    '1.6 MB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def seconds(time: float) -> str:
+    return f"{time:.2f} s" if time >= 1 else f"{time * 1000:.1f} ms"
+
+
+def verb_name(verb: str) -> str:
+    """`all_reduce` as prose has it; "identity" where nothing was sent."""
+    return verb.replace("_", "-") or "identity"
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Collectives by verb, "2 all-gathers and 2 reduce-scatters"."""
+    said = [f"{n} {verb_name(verb)}{'s' if n != 1 else ''}" for verb, n in counts.items() if n]
+    return joined(said) or "no collective"
+
+
+def joined(words: list[str]) -> str:
+    """The words as a list in a sentence."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def both_ways(forward: Mapping[str, int], backward: Mapping[str, int]) -> dict[str, int]:
+    """Collectives of forward and backward together."""
+    return {verb: forward.get(verb, 0) + backward.get(verb, 0) for verb in [*forward, *backward]}
+
+
+def alike(layers: Iterable[Layer]) -> bool:
+    """Whether every layer sends as often as the first."""
+    counts = [(dict(layer.total.forward), dict(layer.total.backward)) for layer in layers]
+    return all(count == counts[0] for count in counts)
