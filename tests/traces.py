@@ -72,10 +72,8 @@ def trace(regions: Sequence[Region], tp: int, *, sharded: bool = False, model: s
             kinds[seen.kind] = part(own, 120_000 // tp, 120_000)
             sent += own
             kept += [
-                Kept(
-                    f"{name}.{seen.kind}.{last}", seen.kind, name, "MmBackward0", (26, width), "float32", 26 * width * 4
-                )
-                for last, width in (("up", 64), ("down", 32))
+                Kept(f"{name}.{seen.kind}.up", seen.kind, name, "AddmmBackward0", (26, 64), "float32", 26 * 64 * FLOAT),
+                Kept(f"{name}.{seen.kind}.down", seen.kind, name, "MmBackward0", (26, 32), "float32", 26 * 32 * FLOAT),
             ]
         total = part(
             [message for message in sent if message.layer == name],

@@ -45,13 +45,13 @@ def layer_items(trace: Trace) -> list[Item]:
     for number, region in enumerate(regions):
         title = f"orm / dropout region{_norms(picture, number)}: by shards of the sequence (each rank has its share)"
         bands += [
-            _band(wide, ("Next n" if number else "N") + title, _token_chips(trace), STREAM),
+            _band(wide, ("Next n" if number else "N") + title, _token_chips(trace), STREAM, trace.tp),
             _crossing(wide, "f", _entry(region)),
-            _band(wide, _holds(region), _weight_chips(trace, region), TP),
+            _band(wide, _holds(region), _weight_chips(trace, region), TP, trace.tp),
             _crossing(wide, "g", _exit(region)),
         ]
     last = "Next norm / dropout region: by shards of the sequence again" if regions else "Norm / dropout region"
-    bands.append(_band(wide, last, _token_chips(trace), STREAM))
+    bands.append(_band(wide, last, _token_chips(trace), STREAM, trace.tp))
     items: list[Item] = [Text(0, 0, head, INK, 22), Text(0, 34, about + run, MUTED, 14)]
     for band in bands:
         items += moved(band, 0, max(item.bottom for item in items) + 6 + (8 if band is bands[0] else 0))
@@ -59,13 +59,12 @@ def layer_items(trace: Trace) -> list[Item]:
     return [*items, *lines([Text(0, bottom, line, GOOD, 14) for line in (*_bytes(trace), *_memory(trace))])]
 
 
-def _band(wide: float, title: str, chips: Sequence[str], colour: Colour) -> list[Item]:
-    """A band over all ranks, with a chip for each; their colours are in the chips' order."""
+def _band(wide: float, title: str, chips: Sequence[str], colour: Colour, ranks: int) -> list[Item]:
+    """A band over all ranks, with a chip for each that is drawn."""
     each = (wide - 2 * PAD - GAP * (len(chips) - 1)) / len(chips)
-    colours = [rank_colour(None if chip == "..." else i) for i, chip in enumerate(chips)]
     boxes = [
-        Box(PAD + i * (each + GAP), 32, each, CHIP, colour, chip, SMALL)
-        for i, (chip, colour) in enumerate(zip(chips, colours, strict=True))
+        Box(PAD + i * (each + GAP), 32, each, CHIP, rank_colour(rank), chip, SMALL)
+        for i, (rank, chip) in enumerate(zip(shown(ranks), chips, strict=True))
     ]
     return [Box(0, 0, wide, CHIP + 44, colour), Text(PAD, 8, title, INK, 14), *boxes]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from colrow.scene import LINE, Arrow, Box, Colour, Scene, Text, text_height, text_width
 
-FONT = 5
-"""Excalifont, the hand-written one."""
+FONT = 2
+"""Helvetica: known to every version, and its X is no x, as in the hand-written ones."""
 UPDATED = 1
 """When an element was last changed. The same trace gives the same file, so it is not the time of day."""
 

@@ -160,27 +160,20 @@ def counts(trace: Trace, region: Region) -> list[str]:
     part = layer.kinds.get(region.kind) if layer else None
     if layer is None or part is None:
         return []
+    f, g = ("", "") if trace.sequence_parallel else (" (f)", " (g)")
     said = [
-        f"Counted in this run, per {KINDS[region.kind]} block: {counted(part.forward)} forward (g), "
-        f"{counted(part.backward)} backward (f)."
-        if not trace.sequence_parallel
-        else f"Counted in this run, per {KINDS[region.kind]} block: {counted(part.forward)} forward, "
-        f"{counted(part.backward)} backward."
+        f"Counted in this run, per {KINDS[region.kind]} block: {counted(part.forward)} forward{g}, "
+        f"{counted(part.backward)} backward{f}."
     ]
     both = counted(both_ways(layer.total.forward, layer.total.backward))
-    others = [kind for kind in layer.kinds if kind not in (region.kind, "stream")]
     same = [
         KINDS[kind]
-        for kind in others
-        if (layer.kinds[kind].forward, layer.kinds[kind].backward) == (part.forward, part.backward)
+        for kind, other in layer.kinds.items()
+        if kind not in (region.kind, "stream") and (other.forward, other.backward) == (part.forward, part.backward)
     ]
-    shape_of = f"{joined(same)} {'has' if len(same) == 1 else 'have'} the same shape, so " if same else ""
-    each = (
-        f"per layer, in each of the {len(trace.layers)} layers"
-        if len(trace.layers) > 1 and alike(trace.layers)
-        else "per layer"
-    )
-    line = f"{shape_of}{both} {each}."
+    shared = f"{joined(same)} {'has' if len(same) == 1 else 'have'} the same shape, so " if same else ""
+    many = len(trace.layers) > 1 and alike(trace.layers)
+    line = f"{shared}{both} per layer{f', in each of the {len(trace.layers)} layers' if many else ''}."
     return [*said, line[0].upper() + line[1:]]
 
 

@@ -99,21 +99,13 @@ def _panel(split: Pair, region: Region) -> list[Item]:
     a_side, b_side = band * len(drawn), (28 if len(drawn) > 3 else 60) * len(drawn)
     top = 34
     tall = max(90, b_side)
+    step = b_side / len(drawn)
     columns = [
-        Box(i * band, (tall - 90) / 2, band, 90, rank_colour(rank), f"A{rank + 1}" if rank is not None else "...", 15)
+        Box(i * band, (tall - 90) / 2, band, 90, rank_colour(rank), _named("A", rank), 15)
         for i, rank in enumerate(drawn)
     ]
-    step = b_side / len(drawn)
     rows = [
-        Box(
-            0,
-            (tall - b_side) / 2 + i * step,
-            90,
-            step,
-            rank_colour(rank),
-            f"B{rank + 1}" if rank is not None else "...",
-            15,
-        )
+        Box(0, (tall - b_side) / 2 + i * step, 90, step, rank_colour(rank), _named("B", rank), 15)
         for i, rank in enumerate(drawn)
     ]
     x = [Box(0, (tall - 90) / 2, 70, 90, WHOLE, "X", 15)]
@@ -131,6 +123,10 @@ def _panel(split: Pair, region: Region) -> list[Item]:
         items.append(Text(left + slot / 2, top + tall + 8, caption, INK, SMALL, centred=True))
         left += slot + 28
     return items
+
+
+def _named(letter: str, rank: int | None) -> str:
+    return "..." if rank is None else f"{letter}{rank + 1}"
 
 
 def _rows(trace: Trace, region: Region, split: Pair | None, least: float) -> list[Item]:
@@ -175,7 +171,7 @@ def _boxes(stage: Stage, tops: list[float], x: float) -> list[Item]:
     items: list[Item] = []
     for cell, top in zip(stage.cells, tops, strict=True):
         if cell is None:
-            items.append(Text(x + stage.width / 2, top, "...", MUTED, 15, centred=True))
+            items.append(Text(x + stage.width / 2, top - 14, "...", MUTED, 15, centred=True))
             continue
         items.append(Box(x, top, stage.width, BOX, cell.colour, cell.text, 15))
         if cell.note:

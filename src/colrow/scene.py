@@ -43,7 +43,8 @@ RANKS: Final = (
 
 
 def rank_colour(rank: int | None) -> Colour:
-    return FOLDED if rank is None else RANKS[rank % len(RANKS)]
+    """A colour of its own for each rank that is drawn: see `shown`."""
+    return FOLDED if rank is None else RANKS[min(rank, len(RANKS) - 1)]
 
 
 def shown(ranks: int) -> list[int | None]:
