@@ -5,7 +5,7 @@ from __future__ import annotations
 from colrow import excalidraw, svg
 from colrow.bands import layer_items
 from colrow.rows import region_items
-from colrow.scene import MUTED, Scene, Text
+from colrow.scene import INK, MUTED, Scene, Text
 from colrow.traced import Trace
 
 APART = 52
@@ -28,10 +28,15 @@ def scene(trace: Trace) -> Scene:
         drawn.below(layer_items(trace), APART)
     for region in sorted(picture.regions, key=lambda region: region.kind != "mlp"):
         drawn.below(region_items(trace, region), APART)
+    if not picture.regions:
+        drawn.below(
+            [Text(0, 0, f"No attention, MLP or experts was seen in a layer on {trace.tp} ranks.", INK, 16)], APART
+        )
     mode = "tensor and sequence parallel" if trace.sequence_parallel else "tensor parallel"
     about = (
         f"Made from one training step of {trace.model}, {picture.layer or 'no layer'}: tp {trace.tp}, {mode}, batch "
-        f"{trace.batch} x {trace.sequence}, {trace.dtype}. Shapes, counts and bytes are as seen by rank 1."
+        f"{trace.batch} x {trace.sequence}, {trace.dtype}. Shapes, counts and bytes are as seen by rank 1, which "
+        "is 0 to torch."
     )
     drawn.below([Text(0, 0, about, MUTED, 12)], 20)
     texts = (item.text.replace("\n", " ") for item in drawn.items if isinstance(item, Text))
