@@ -53,6 +53,7 @@ ORDER = (
     "rows",
     "bands",
     "draw",
+    "markup",
     "page",
     "__init__",  # the public names: what stands above is the library, what stands below uses it
     "models",
