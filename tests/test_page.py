@@ -53,7 +53,7 @@ def test_the_page_needs_nothing_else(trace):
     for name, attributes in Elements(page).tags:
         assert not attributes.keys() & {"src", "href", "srcset", "action"}, name
     assert not re.search(r"@import|url\(", page.replace("url(#", ""))
-    (policy,) = [found["content"] for name, found in Elements(page).tags if "http-equiv" in found]
+    (policy,) = [found["content"] for _, found in Elements(page).tags if "http-equiv" in found]
     assert policy is not None and policy.startswith("default-src 'none'")
 
 

@@ -13,13 +13,47 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from colrow.errors import RankError
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, `sent` is told of every collective of this rank.
+
+    It is a dispatch mode because torch carries these into the threads of the backward pass. The numbers in which
+    autograd creates its nodes tell which part of the forward pass a collective in backward belongs to; nothing public
+    knows them.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    def sent(self, verb: str, size: float, seconds: float) -> None:
+        """A collective is done: the bytes that this rank sent, and how long it was in it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def next_node() -> int:
+        """The number of the node that autograd will create next, on this thread."""
+        return torch.autograd._get_sequence_nr()
+
+    @staticmethod
+    def number(node: Any) -> int:
+        """That of a node of autograd's graph."""
+        return node._sequence_nr()
+
+    @staticmethod
+    def running_node() -> int | None:
+        """The number of the node whose backward is running, if one is."""
+        node = torch._C._current_autograd_node()
+        return None if node is None else Watch.number(node)
 
 
 def all_reduce(x: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -27,7 +61,7 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, op: dist.ReduceOp.RedOpType = dist.R
     if mesh.size() == 1 or x.numel() == 0:
         return x
     total = x.to(sum_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
-    with _peers("all_reduce", mesh):
+    with _peers("all_reduce", mesh, 2 * total.nbytes * (mesh.size() - 1) / mesh.size()):
         dist.all_reduce(total, op, group=mesh.get_group())
     return total.to(x.dtype)
 
@@ -40,7 +74,7 @@ def all_gather(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) -> T
     per = max(sizes)
     rows = _pad(x.movedim(dim, 0), per)
     out = rows.new_empty((mesh.size() * per, *rows.shape[1:]))
-    with _peers("all_gather", mesh):
+    with _peers("all_gather", mesh, rows.nbytes * (mesh.size() - 1)):
         dist.all_gather_single(out, rows, group=mesh.get_group())
     if all(size == per or sum(sizes[rank:]) == size for rank, size in enumerate(sizes)):
         out = out.narrow(0, 0, sum(sizes))  # only the tail is padding
@@ -60,7 +94,7 @@ def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int, sizes: Sequence[int]) 
         return x if mesh.size() == 1 else x.new_zeros(_with_size(x, dim, mine))
     rows = x.movedim(dim, 0).contiguous()
     terms = rows.new_empty((mesh.size() * mine, *rows.shape[1:]))
-    with _peers("reduce_scatter", mesh):
+    with _peers("reduce_scatter", mesh, rows.nbytes // rows.shape[0] * (rows.shape[0] - mine)):
         dist.all_to_all_single(terms, rows, [mine] * mesh.size(), list(sizes), group=mesh.get_group())
     total = terms.view(mesh.size(), mine, *rows.shape[1:]).sum(0, dtype=sum_dtype(x.dtype)).to(x.dtype)
     return total.movedim(0, dim).contiguous()
@@ -71,7 +105,7 @@ def broadcast(x: Tensor, mesh: DeviceMesh) -> Tensor:
     if mesh.size() == 1 or x.numel() == 0:
         return x
     value = x.clone(memory_format=torch.contiguous_format)
-    with _peers("broadcast", mesh):
+    with _peers("broadcast", mesh, value.nbytes):
         dist.broadcast(value, src=first_rank(mesh), group=mesh.get_group())
     return value
 
@@ -152,8 +186,11 @@ def _with_size(x: Tensor, dim: int, size: int) -> torch.Size:
 
 
 @contextmanager
-def _peers(verb: str, mesh: DeviceMesh) -> Iterator[None]:
-    """A peer that died or never came is said in our words; what the backend said follows as the cause."""
+def _peers(verb: str, mesh: DeviceMesh, size: float) -> Iterator[None]:
+    """A peer that died or never came is said in our words; what the backend said follows as the cause. Who watches is
+    told of the `size` bytes that were sent."""
+    watches = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Watch)]
+    began = time.perf_counter()
     try:
         yield
     except RuntimeError as error:
@@ -164,3 +201,5 @@ def _peers(verb: str, mesh: DeviceMesh) -> Iterator[None]:
             "every rank must reach the same collectives with the same shapes",
             "Read the first traceback of the other ranks: one of them left, or was given other shapes",
         ) from error
+    for watch in watches:
+        watch.sent(verb, size, time.perf_counter() - began)

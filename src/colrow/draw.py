@@ -29,9 +29,8 @@ def scene(trace: Trace) -> Scene:
     for region in sorted(picture.regions, key=lambda region: region.kind != "mlp"):
         drawn.below(region_items(trace, region), APART)
     if not picture.regions:
-        drawn.below(
-            [Text(0, 0, f"No attention, MLP or experts was seen in a layer on {trace.tp} ranks.", INK, 16)], APART
-        )
+        nothing = f"No attention, MLP or experts was seen in a layer on {trace.tp} ranks."
+        drawn.below([Text(0, 0, nothing, INK, 16)], APART)
     mode = "tensor and sequence parallel" if trace.sequence_parallel else "tensor parallel"
     about = (
         f"Made from one training step of {trace.model}, {picture.layer or 'no layer'}: tp {trace.tp}, {mode}, batch "

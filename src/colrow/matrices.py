@@ -97,7 +97,7 @@ def activation(region: Region) -> str:
     """What stands between A and B, as a function's name."""
     if region.kind == "attention":
         return "attention"
-    return region.activation.removesuffix("Activation") or "act"
+    return region.activation.partition(" (")[0].removesuffix("Activation") or "act"
 
 
 def terms(pattern: str, ranks: int) -> str:

@@ -1,9 +1,10 @@
-"""The options of the commands that use a model: `colrow verify`, `plan`, `generate`, `families`."""
+"""The options of the commands that use a model: `colrow verify`, `trace`, `plan`, `generate`, `families`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from colrow.errors import DataError
 from colrow.models import GPT
 from colrow.options import TrainOptions, refuse_given
+from colrow.report import Watching
 from colrow.source import OWN, OwnModel, find
 from colrow.verify import Settings
 
@@ -96,6 +98,56 @@ class PlanOptions:
 
     def _training(self) -> TrainOptions:
         return TrainOptions(**{name: getattr(self, name) for name in _SIZES})
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Watch one step of training: what is sent, and what is kept for backward, by layer and part, against the formula.
+
+    It starts its own ranks, on the CPU, or runs under torchrun. Pictures show a layer as it ran. Begin with colrow
+    trace --model llama --tp 2; then give a folder of yours.
+    """
+
+    model: str = OWN
+    """A Hugging Face folder, a config.json (random weights), or the name of a tiny built-in model: `colrow families`
+    lists them."""
+    tp: int = 2
+    """Ranks to split it over; it need not divide anything."""
+    sequence_parallel: bool = True
+    """Keep norms, dropout and residuals on 1/tp of the tokens."""
+    batch: int = 2
+    """Rows of random tokens (or images)."""
+    sequence: int = 16
+    """Tokens in a row."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations."""
+    seed: int = 0
+    """Rules random weights and the batch."""
+    html: Path | None = None
+    """Write a page with everything to this file: no network is needed to read it."""
+    svg: Path | None = None
+    """Write a drawing of the first layer to this file."""
+    excalidraw: Path | None = None
+    """The same, to open and edit in Excalidraw."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else."""
+
+    def check(self) -> None:
+        """Raises: DataError: says which option cannot be."""
+        _check_tp(self.tp)
+        for name in ("batch", "sequence"):
+            if getattr(self, name) < 1:
+                fix = f"Give --{name} another value"
+                raise DataError(f"--{name}", str(getattr(self, name)), "a positive number is needed", fix)
+        for name in ("html", "svg", "excalidraw"):
+            file: Path | None = getattr(self, name)
+            if file is not None and not file.absolute().parent.is_dir():
+                given, fix = f"there is no folder {file.absolute().parent}", "Make it, or give another path"
+                raise DataError(f"--{name}", given, "a file in a folder that is there", fix)
+
+    def watching(self) -> Watching:
+        o = self
+        return Watching(o.model, o.tp, o.sequence_parallel, o.batch, o.sequence, o.dtype, o.seed)
 
 
 _SIZES = ("layers", "width", "heads", "context", "vocab_size", "gated", "rotary")

@@ -26,6 +26,8 @@ from colrow.errors import DataError, near_misses
 from colrow.models import GPT, GPTConfig, tiny
 from colrow.pretrained import TOKENIZER_FILES
 
+Shape = tuple[int, int]
+"""Of a batch: rows, and tokens in each."""
 OWN = "gpt"
 """The name of colrow's own model."""
 
@@ -38,9 +40,11 @@ class OwnModel:
         config = GPTConfig(vocab=61, context=64, layers=2, width=32, heads=4, kv_heads=2, ffn=48, dropout=dropout)
         return tiny.randomize(GPT(config), seed)
 
-    def batch(self, model: nn.Module, *, seed: int) -> dict[str, Tensor]:
+    def batch(self, model: nn.Module, *, seed: int, shape: Shape | None = None) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        tokens, targets = torch.randint(61, (2, 2, 13), generator=generator).to(next(model.parameters()).device)
+        tokens, targets = torch.randint(61, (2, *(shape or (2, 13))), generator=generator).to(
+            next(model.parameters()).device
+        )
         return {"tokens": tokens, "targets": targets}
 
 
@@ -54,8 +58,8 @@ class Tiny:
         quiet_transformers()
         return tiny.tiny(self.family, dropout=dropout, seed=seed)
 
-    def batch(self, model: nn.Module, *, seed: int) -> dict[str, Tensor]:
-        return tiny.batch(model, seed)
+    def batch(self, model: nn.Module, *, seed: int, shape: Shape | None = None) -> dict[str, Tensor]:
+        return tiny.batch(model, seed, shape)
 
     def on_meta(self) -> nn.Module:
         quiet_transformers()
@@ -83,8 +87,8 @@ class Saved:
         eager.set_experts_implementation("eager")  # fused kernels know no float64; without experts it does nothing
         return tiny.same_dropout(model, dropout)
 
-    def batch(self, model: nn.Module, *, seed: int) -> dict[str, Tensor]:
-        return tiny.batch(model, seed)
+    def batch(self, model: nn.Module, *, seed: int, shape: Shape | None = None) -> dict[str, Tensor]:
+        return tiny.batch(model, seed, shape)
 
     def on_meta(self) -> nn.Module:
         """The model without memory, in its config's dtype."""

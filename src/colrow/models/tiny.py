@@ -257,21 +257,22 @@ def randomize(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
     return model
 
 
-def batch(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
+def batch(model: nn.Module, seed: int = 1, shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
     """Arguments for a call: two rows of 13 tokens, the first padded on the left, or two images; labels where the class
-    of the model has a loss."""
+    of the model has a loss. With a shape, so many rows of so many tokens, without padding."""
+    rows, columns = shape or (2, 13)
     config: Any = model.config
     kind, generator = type(model).__name__, torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     if hasattr(config, "image_size"):
         size = config.image_size
         high, wide = (size, size) if isinstance(size, int) else size
-        given = {"pixel_values": torch.randn(2, config.num_channels, high, wide, generator=generator)}
+        given = {"pixel_values": torch.randn(rows, config.num_channels, high, wide, generator=generator)}
         given["pixel_values"] = given["pixel_values"].to(next(model.parameters()).dtype)
     else:
-        ids = torch.randint(config.vocab_size, (2, 13), generator=generator)
+        ids = torch.randint(config.vocab_size, (rows, columns), generator=generator)
         mask = torch.ones_like(ids)
-        mask[0, :3] = 0
+        mask[0, :3] = int(shape is not None)
         given = {"input_ids": ids, "attention_mask": mask}
         if config.is_encoder_decoder:
             end = config.eos_token_id
@@ -280,9 +281,9 @@ def batch(model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
             if kind.endswith("Model") and not kind.endswith("EncoderModel"):
                 given["decoder_input_ids"] = ids[:, :7]
     if kind.endswith("TokenClassification"):
-        given["labels"] = torch.randint(config.num_labels, (2, 13), generator=generator)
+        given["labels"] = torch.randint(config.num_labels, (rows, columns), generator=generator)
     elif kind.endswith("Classification"):
-        given["labels"] = torch.randint(config.num_labels, (2,), generator=generator)
+        given["labels"] = torch.randint(config.num_labels, (rows,), generator=generator)
     elif kind.endswith(("LM", "LMHeadModel", "ForConditionalGeneration")):
         given["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
     return {name: value.to(device) for name, value in given.items()}
