@@ -26,7 +26,7 @@ from colrow.scene import (
     text_width,
 )
 from colrow.traced import Picture, Region, Trace
-from colrow.words import BYTES, KINDS, both_ways, counted, size, verb_name
+from colrow.words import BYTES, KINDS, counted, size, total, verb_name
 
 LEAST: Final = 910
 """The width of the bands, unless what they hold needs more."""
@@ -152,8 +152,8 @@ def _bytes(trace: Trace) -> list[str]:
         )
     layer = layer_of(trace)
     if layer is not None:
-        both = counted(both_ways(layer.total.forward, layer.total.backward))
-        said.append(f"Counted in this run, per layer: {both}; {size(layer.total.sent)} sent by a rank.")
+        said.append(f"Counted in this run, in {layer.name}: {counted(total([layer.total]))}; ")
+        said[-1] += f"{size(layer.total.sent)} sent by a rank."
     return said
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from colrow.traced import Layer, Linear, Region, Trace
-from colrow.words import KINDS, alike, both_ways, counted, joined, shape
+from colrow.traced import Layer, Linear, Part, Region, Trace
+from colrow.words import KINDS, alike, counted, joined, shape, total
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,21 @@ class Pair:
         return [column.name.rpartition(".")[2] for column in self.columns]
 
     @property
+    def takes(self) -> list[int]:
+        """The rows of each layer of A."""
+        return [column.whole[0] for column in self.columns]
+
+    @property
     def gated(self) -> bool:
         """Whether A has two columns for each row of B: one of them belongs to the gate."""
         return sum(column.whole[1] for column in self.columns) == 2 * self.row.whole[0]
 
     def a_size(self, rank: int | None = None) -> str:
         """The size of A, or of a rank's part."""
-        whole = tuple(column.whole[1] for column in self.columns)
-        return f"{self.columns[0].whole[0]} x {beside(whole if rank is None else self.outputs[rank])}"
+        outs = tuple(column.whole[1] for column in self.columns) if rank is None else self.outputs[rank]
+        if len(set(self.takes)) == 1:
+            return f"{self.takes[0]} x {beside(outs)}"
+        return f"[{' | '.join(f'{rows} x {out}' for rows, out in zip(self.takes, outs, strict=True))}]"
 
     def b_size(self, rank: int | None = None) -> str:
         return f"{self.row.whole[0] if rank is None else self.inputs[rank]} x {self.row.whole[1]}"
@@ -54,14 +61,12 @@ class Pair:
 
 def pair(region: Region, ranks: int) -> Pair | None:
     """The first pair of the region; None if it has no split linear layers (experts may have none)."""
-    rows = [linear for linear in region.linears if linear.role == "row"]
-    if not rows:
-        return None
-    before = region.linears[: region.linears.index(rows[0])]
-    columns = tuple(linear for linear in before if linear.role == "column")
-    if not columns:
+    rows, columns = (tuple(one for one in region.linears if one.role == role) for role in ("row", "column"))
+    if not rows or not columns:
         return None
     row = rows[0]
+    beside_it = tuple(column for column in columns if _parent(column) == _parent(row))
+    columns = beside_it or columns  # of many experts those of one; BERT's row layers stand in modules of their own
     inputs = _dealt(row.whole[0], row.local[0], ranks)
     outputs = [
         (column.local[1],) * ranks  # more than B's share: key/value heads that the ranks have in common
@@ -70,6 +75,10 @@ def pair(region: Region, ranks: int) -> Pair | None:
         for column in columns
     ]
     return Pair(columns, row, tuple(zip(*outputs, strict=True)), inputs, len(rows) - 1)
+
+
+def _parent(linear: Linear) -> str:
+    return linear.name.rpartition(".")[0]
 
 
 def _dealt(whole: int, first: int, ranks: int) -> tuple[int, ...]:
@@ -115,7 +124,7 @@ def heading(region: Region, ranks: int) -> str:
     return f"Tensor-parallel {KINDS[region.kind]}: Y = {activation(region)}(X A) B {on}"
 
 
-def owned(split: Pair, region: Region) -> list[str]:
+def owned(split: Pair, region: Region, hidden: int) -> list[str]:
     """What is split by columns and by rows, and what A is made of."""
     ranks = len(split.inputs)
     columns, rows = [sum(outputs) for outputs in split.outputs], split.inputs
@@ -131,6 +140,10 @@ def owned(split: Pair, region: Region) -> list[str]:
             said[-1] += f"; act(X A) is {activation(region)}(X {first}) times X {other}, element by element"
     elif split.gated and region.kind != "attention":
         said.append(f"A is a gate and its values side by side: act(X A) is {activation(region)}(gate) times value")
+    if set(split.takes) != {hidden}:
+        said.append(
+            f"A takes what whole layers have made of X: {joined(list(map(str, split.takes)))} features of {hidden}"
+        )
     if sum(columns) > whole:
         said.append(f"fewer key/value heads than {ranks} ranks: each reads those that its query heads need")
     if split.left_out:
@@ -165,16 +178,26 @@ def counts(trace: Trace, region: Region) -> list[str]:
         f"Counted in this run, per {KINDS[region.kind]} block: {counted(part.forward)} forward{g}, "
         f"{counted(part.backward)} backward{f}."
     ]
-    both = counted(both_ways(layer.total.forward, layer.total.backward))
-    same = [
-        KINDS[kind]
-        for kind, other in layer.kinds.items()
-        if kind not in (region.kind, "stream") and (other.forward, other.backward) == (part.forward, part.backward)
-    ]
+    return [*said, _in_layer(trace, layer, region, part)]
+
+
+def _in_layer(trace: Trace, layer: Layer, region: Region, part: Part) -> str:
+    """The count of the layer's regions, and of the stream's collectives if there are any: the first layer may begin
+    a sharded stretch."""
+    inner = [(kind, other) for kind, other in layer.kinds.items() if kind != "stream"]
+    ways = (part.forward, part.backward)
+    same = [KINDS[k] for k, other in inner if k != region.kind and (other.forward, other.backward) == ways]
     shared = f"{joined(same)} {'has' if len(same) == 1 else 'have'} the same shape, so " if same else ""
-    many = len(trace.layers) > 1 and alike(trace.layers)
-    line = f"{shared}{both} per layer{f', in each of the {len(trace.layers)} layers' if many else ''}."
-    return [*said, line[0].upper() + line[1:]]
+    many = f", in each of the {len(trace.layers)} layers" if len(trace.layers) > 1 and alike(trace.layers) else ""
+    line = f"{shared}{counted(total(other for _, other in inner))} per layer{many}{_in_stream(layer)}."
+    return line[0].upper() + line[1:]
+
+
+def _in_stream(layer: Layer) -> str:
+    """What the stream itself sends in this layer, if anything."""
+    stream = layer.kinds.get("stream")
+    sent = total([stream]) if stream else {}
+    return f"; besides, in the stream of {layer.name}: {counted(sent)}" if any(sent.values()) else ""
 
 
 def layer_of(trace: Trace) -> Layer | None:

@@ -12,7 +12,7 @@ from colrow.markup import Markup, join, tag
 from colrow.matrices import all_ranks, pair, tokens_of
 from colrow.scene import rank_colour, shown
 from colrow.traced import Kind, Part, Region, Trace
-from colrow.words import KINDS, both_ways, counted, seconds, size, verb_name
+from colrow.words import KINDS, counted, seconds, size, total, verb_name
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """What the page may load: nothing, and run what stands in it."""
@@ -64,17 +64,17 @@ def _without_script() -> Markup:
 
 def _header(trace: Trace, title: str) -> Markup:
     """What was run, and its figures."""
-    total = trace.total
+    whole = trace.total
     mode = "tensor and sequence parallel" if trace.sequence_parallel else "tensor parallel"
     layers = f"{len(trace.layers)} layer{'s' if len(trace.layers) != 1 else ''}"
     run = f"One training step: {mode}, batch {trace.batch} x {trace.sequence}, {trace.dtype}, {layers}."
     waiting = sum(trace.waiting_seconds) / max(1, len(trace.waiting_seconds))
-    ways = f"forward {counted(total.forward)}; backward {counted(total.backward)}"
-    part = f"{_share(total.saved, total.saved_on_one)} of the {size(total.saved_on_one)} on one device"
+    ways = f"forward {counted(whole.forward)}; backward {counted(whole.backward)}"
+    part = f"{_share(whole.saved, whole.saved_on_one)} of the {size(whole.saved_on_one)} on one device"
     cards = [
-        ("kept for backward, on a rank", size(total.saved), part),
-        ("sent by a rank", size(total.sent), f"the formula gives {size(total.formula_sent)}"),
-        ("collectives", str(sum(both_ways(total.forward, total.backward).values())), ways),
+        ("kept for backward, on a rank", size(whole.saved), part),
+        ("sent by a rank", size(whole.sent), f"the formula gives {size(whole.formula_sent)}"),
+        ("collectives", str(sum(total([whole]).values())), ways),
         ("the step took", seconds(trace.step_seconds), f"in collectives {seconds(waiting)}, the ranks' mean"),
     ]
     figures = (

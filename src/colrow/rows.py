@@ -39,7 +39,7 @@ from colrow.scene import (
     text_width,
 )
 from colrow.traced import Region, Trace
-from colrow.words import KINDS, shape, size, verb_name
+from colrow.words import KINDS, size, verb_name
 
 BOX = 58
 ARROW = 46
@@ -78,10 +78,11 @@ def region_items(trace: Trace, region: Region) -> list[Item]:
     """The whole drawing of a region, from y = 0."""
     split = pair(region, trace.tp)
     items: list[Item] = [Text(0, 0, heading(region, trace.tp), INK, 22)]
-    said = owned(split, region) if split else [f"No split linear layer was seen inside {region.name or region.kind}."]
+    none = f"No split linear layer was seen inside {region.name or region.kind}."
+    said = owned(split, region, trace.picture.hidden) if split else [none]
     items += lines([Text(0, 38, line, GOOD, 14) for line in said])
     top = items[-1].bottom + 26
-    panel = _panel(split, region) if split else []
+    panel = _panel(trace, region, split) if split else []
     left = max((item.right for item in panel), default=0.0) + (70 if panel else 0)
     items += moved(panel, 0, top)
     items += moved(_rows(trace, region, split, max(item.bottom for item in panel) if panel else 0), left, top)
@@ -91,10 +92,9 @@ def region_items(trace: Trace, region: Region) -> list[Item]:
     return [*items, *lines(closing)]
 
 
-def _panel(split: Pair, region: Region) -> list[Item]:
+def _panel(trace: Trace, region: Region, split: Pair) -> list[Item]:
     """A, B and X as rectangles with their sizes."""
-    ranks = len(split.inputs)
-    drawn = shown(ranks)
+    drawn = shown(trace.tp)
     band = 34 if len(drawn) > 3 else 60
     a_side, b_side = band * len(drawn), (28 if len(drawn) > 3 else 60) * len(drawn)
     top = 34
@@ -113,7 +113,7 @@ def _panel(split: Pair, region: Region) -> list[Item]:
     captions = (
         "\n".join([a_name, "column split", *split.a_parts()]),
         "\n".join([f"B ({split.b_size()})", "row split", *split.b_parts()]),
-        f"X ({shape(region.whole, ' x ')})\nfull copy on\nevery rank",
+        f"X {activations(region, str(trace.picture.hidden))}\nfull copy on\nevery rank",
     )
     items: list[Item] = [Text(0, 0, "the split, as matrices", INK, 15)]
     left = 0.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from colrow.traced import Kind, Layer
+from colrow.traced import Kind, Layer, Part
 
 KINDS: Final[Mapping[Kind, str]] = {
     "stream": "norms, dropout, residuals",
@@ -56,12 +57,16 @@ def joined(words: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def both_ways(forward: Mapping[str, int], backward: Mapping[str, int]) -> dict[str, int]:
-    """Collectives of forward and backward together."""
-    return {verb: forward.get(verb, 0) + backward.get(verb, 0) for verb in [*forward, *backward]}
+def total(parts: Iterable[Part]) -> dict[str, int]:
+    """Collectives of these parts by verb, forward and backward together."""
+    found = Counter[str]()
+    for part in parts:
+        found.update(part.forward)
+        found.update(part.backward)
+    return dict(found)
 
 
 def alike(layers: Iterable[Layer]) -> bool:
-    """Whether every layer sends as often as the first."""
-    counts = [(dict(layer.total.forward), dict(layer.total.backward)) for layer in layers]
+    """Whether the regions of every layer send as often as the first one's."""
+    counts = [total(part for kind, part in layer.kinds.items() if kind != "stream") for layer in layers]
     return all(count == counts[0] for count in counts)
