@@ -14,7 +14,7 @@ import traces
 from colrow.draw import scene, to_excalidraw, to_svg
 from colrow.matrices import pair
 from colrow.scene import LOCAL, RANKS, SENT, WHOLE, Arrow, Box, Item, Text, moved
-from colrow.traced import Trace
+from colrow.traced import Linear, Trace
 
 SPLIT_MLP = {  # a fact of the drawing "Y = GeLU(X A) B on two ranks": what ours must say for 26 tokens x 32 -> 128
     "the title": r"Y = GELU\(X A\) B on 2 ranks",
@@ -40,7 +40,7 @@ SPLIT_MLP = {  # a fact of the drawing "Y = GeLU(X A) B on two ranks": what ours
 SHARDED_LAYER = {  # the same for "sequence parallelism in a layer on four ranks", 26 tokens x 32
     "what it is for": r"Sequence parallelism \(SP\): outside TP by shards of the sequence \(saves activation memory\)",
     "it goes with TP": r"Beside TP: norms, dropout and residuals by shards of the sequence, attention and MLP by TP",
-    "norm and dropout by sequence": r"^Norm / dropout region \(norm_1\): by shards of the sequence \(each rank",
+    "norm and dropout by sequence": r"^Norm / dropout region: by shards of the sequence \(each rank",
     "the first rank's shard": r"rank 1: tokens 0 to 6\n7 x 32",
     "the second rank's": r"rank 2: tokens 7 to 13\n7 x 32",
     "the third rank's": r"rank 3: tokens 14 to 20\n7 x 32",
@@ -131,6 +131,54 @@ def test_ranks_that_share_key_value_heads_all_read_some():
 
 def test_a_gate_stands_beside_what_it_multiplies():
     assert found(traces.llama(4), r"A is \[gate_proj \| up_proj\], .*SiLU\(X gate_proj\) times X up_proj")
+
+
+def test_layers_may_be_defined_in_any_order():
+    seen = traces.gpt(2).picture.regions[1]
+    assert pair(replace(seen, linears=seen.linears[::-1]), 2) == pair(seen, 2)
+
+
+def test_of_many_experts_the_first_is_drawn_and_the_others_are_counted():
+    def expert(number: int) -> list[Linear]:
+        name = f"layers.0.experts.{number}"
+        return [
+            traces.linear(f"{name}.up", "column", (32, 64), 2, (26,)),
+            traces.linear(f"{name}.down", "row", (64, 32), 2, (26,)),
+        ]
+
+    seen = traces.region("experts", expert(0) + expert(1) + expert(2), 32, (26,), 2, sharded=False)
+    split = pair(seen, 2)
+    assert split is not None
+    assert (split.names, split.a_parts(), split.left_out) == (["up"], ["A1, A2: 32 x 32"], 2)
+    assert found(traces.trace([seen], 2), "experts.0.down and what feeds it; 2 more like it")
+
+
+def test_latents_between_x_and_a_are_told():
+    linears = [
+        traces.linear("layers.0.attention.q_b", "column", (20, 40), 2, (26,)),
+        traces.linear("layers.0.attention.kv_b", "column", (24, 64), 2, (26,)),
+        traces.linear("layers.0.attention.out", "row", (40, 32), 2, (26,)),
+    ]
+    trace = traces.trace([traces.region("attention", linears, 32, (26,), 2, sharded=False)], 2)
+    assert found(trace, r"A \(\[20 x 40 \| 24 x 64\]\)\ncolumn split\nA1, A2: \[20 x 20 \| 24 x 32\]")
+    assert found(trace, "20 and 24 features, where X has 32")
+
+
+def test_what_the_stream_sends_is_told_apart():
+    trace = traces.gpt(4, sharded=True)
+    first = trace.layers[0]
+    stream = replace(first.kinds["stream"], backward={"all_gather": 1})
+    layers = (replace(first, kinds={**first.kinds, "stream": stream}), *trace.layers[1:])
+    text = r"6 all-gathers and 4 reduce-scatters per layer, in each of the 2 layers"
+    assert found(trace, text + r"\.")
+    assert found(replace(trace, layers=layers), text + "; besides, in the stream of layers.0: 1 all-gather")
+
+
+def test_layers_that_differ_are_not_said_to_be_alike():
+    trace = traces.gpt(2)
+    mlp = replace(trace.layers[1].kinds["mlp"], forward={"all_reduce": 2})
+    layers = (trace.layers[0], replace(trace.layers[1], kinds={**trace.layers[1].kinds, "mlp": mlp}))
+    assert not found(replace(trace, layers=layers), "in each of the")
 
 
 def attention_only() -> Trace:

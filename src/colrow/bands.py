@@ -25,7 +25,7 @@ from colrow.scene import (
     shown,
     text_width,
 )
-from colrow.traced import Picture, Region, Trace
+from colrow.traced import Region, Trace
 from colrow.words import BYTES, KINDS, counted, size, total, verb_name
 
 LEAST: Final = 910
@@ -39,11 +39,13 @@ def layer_items(trace: Trace) -> list[Item]:
     picture, regions = trace.picture, trace.picture.regions
     wide = max(LEAST, _needs(_token_chips(trace)), *(_needs(_weight_chips(trace, region)) for region in regions))
     head = "Sequence parallelism (SP): outside TP by shards of the sequence (saves activation memory)"
-    about = "Beside TP: norms, dropout and residuals by shards of the sequence, attention and MLP by TP. "
-    run = f"{picture.layer}: {picture.total_tokens} tokens x {picture.hidden}, {trace.dtype}, {trace.tp} ranks"
+    about = "Beside TP: norms, dropout and residuals by shards of the sequence, attention and MLP by TP"
+    names = [name.removeprefix(f"{picture.layer}.") for name in picture.norms]
+    norms = f"; norms: {', '.join(names)}" if names else ""
+    run = f"{picture.layer}: {picture.total_tokens} tokens x {picture.hidden}, {trace.dtype}, {trace.tp} ranks{norms}"
     bands: list[list[Item]] = []
     for number, region in enumerate(regions):
-        title = f"orm / dropout region{_norms(picture, number)}: by shards of the sequence (each rank has its share)"
+        title = "orm / dropout region: by shards of the sequence (each rank has its share)"
         bands += [
             _band(wide, ("Next n" if number else "N") + title, _token_chips(trace), STREAM, trace.tp),
             _crossing(wide, "f", _entry(region)),
@@ -52,7 +54,10 @@ def layer_items(trace: Trace) -> list[Item]:
         ]
     last = "Next norm / dropout region: by shards of the sequence again" if regions else "Norm / dropout region"
     bands.append(_band(wide, last, _token_chips(trace), STREAM, trace.tp))
-    items: list[Item] = [Text(0, 0, head, INK, 22), Text(0, 34, about + run, MUTED, 14)]
+    items: list[Item] = [
+        Text(0, 0, head, INK, 22),
+        *lines([Text(0, 34, about, MUTED, 14), Text(0, 34, run, MUTED, 14)]),
+    ]
     for band in bands:
         items += moved(band, 0, max(item.bottom for item in items) + 6 + (8 if band is bands[0] else 0))
     bottom = max(item.bottom for item in items) + 18
@@ -99,16 +104,6 @@ def _sent(region: Region, place: str) -> str:
 def _holds(region: Region) -> str:
     name = KINDS[region.kind]
     return f"{name[0].upper()}{name[1:]} region: by TP (each rank holds a shard of the weights)"
-
-
-def _norms(picture: Picture, number: int) -> str:
-    """The names of the norms before a region: its own if there is one for each, else all of them at the first."""
-    names = [name.rpartition(".")[2] for name in picture.norms]
-    if len(names) == len(picture.regions):
-        names = names[number : number + 1]
-    elif number:
-        names = []
-    return f" ({', '.join(names)})" if names else ""
 
 
 def _token_chips(trace: Trace) -> list[str]:

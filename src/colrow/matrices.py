@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from colrow.traced import Layer, Linear, Part, Region, Trace
+from colrow.traced import Kind, Layer, Linear, Part, Region, Trace
 from colrow.words import KINDS, alike, counted, joined, shape, total
 
 
@@ -119,9 +119,9 @@ def all_ranks(ranks: int) -> str:
     return {1: "the one rank", 2: "both ranks"}.get(ranks, f"all {ranks} ranks")
 
 
-def heading(region: Region, ranks: int) -> str:
-    on = f"on {ranks} rank{'s' if ranks > 1 else ''}"
-    return f"Tensor-parallel {KINDS[region.kind]}: Y = {activation(region)}(X A) B {on}"
+def heading(split: Pair | None, region: Region, ranks: int) -> str:
+    formula = f": Y = {activation(region)}(X A) B" if split else ""
+    return f"Tensor-parallel {KINDS[region.kind]}{formula} on {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def owned(split: Pair, region: Region, hidden: int) -> list[str]:
@@ -141,9 +141,8 @@ def owned(split: Pair, region: Region, hidden: int) -> list[str]:
     elif split.gated and region.kind != "attention":
         said.append(f"A is a gate and its values side by side: act(X A) is {activation(region)}(gate) times value")
     if set(split.takes) != {hidden}:
-        said.append(
-            f"A takes what whole layers have made of X: {joined(list(map(str, split.takes)))} features of {hidden}"
-        )
+        takes = joined(list(map(str, split.takes)))
+        said.append(f"A takes what whole layers have made of X: {takes} features, where X has {hidden}")
     if sum(columns) > whole:
         said.append(f"fewer key/value heads than {ranks} ranks: each reads those that its query heads need")
     if split.left_out:
@@ -184,9 +183,9 @@ def counts(trace: Trace, region: Region) -> list[str]:
 def _in_layer(trace: Trace, layer: Layer, region: Region, part: Part) -> str:
     """The count of the layer's regions, and of the stream's collectives if there are any: the first layer may begin
     a sharded stretch."""
-    inner = [(kind, other) for kind, other in layer.kinds.items() if kind != "stream"]
+    inner: list[tuple[Kind, Part]] = [(kind, other) for kind, other in layer.kinds.items() if kind != "stream"]
     ways = (part.forward, part.backward)
-    same = [KINDS[k] for k, other in inner if k != region.kind and (other.forward, other.backward) == ways]
+    same = [KINDS[kind] for kind, other in inner if kind != region.kind and (other.forward, other.backward) == ways]
     shared = f"{joined(same)} {'has' if len(same) == 1 else 'have'} the same shape, so " if same else ""
     many = f", in each of the {len(trace.layers)} layers" if len(trace.layers) > 1 and alike(trace.layers) else ""
     line = f"{shared}{counted(total(other for _, other in inner))} per layer{many}{_in_stream(layer)}."

@@ -91,7 +91,7 @@ def _header(trace: Trace, title: str) -> Markup:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "0%"
+    return f"{part / whole:.0%}" if whole else "none"
 
 
 def _layer(trace: Trace) -> Markup:
@@ -187,9 +187,11 @@ def _memory(trace: Trace) -> list[Markup]:
     most = max((max(row) for row in sums.values()), default=0.0)
     bars: list[Markup] = []
     for kind, (one, here, formula) in sums.items():
+        if not one + here + formula:
+            continue
         three = (
             _bar("one", one, most, f"{size(one)} on one device"),
-            _bar("here", here, most, f"{size(here)} on a rank, {_share(here, one)}"),
+            _bar("here", here, most, f"{size(here)} on a rank{f', {_share(here, one)}' if one else ''}"),
             _bar("formula", formula, most, f"{size(formula)} by the formula"),
         )
         bars += [tag("dt", KINDS[kind]), tag("dd", *three)]
@@ -199,7 +201,7 @@ def _memory(trace: Trace) -> list[Markup]:
 
 def _bar(style: str, count: float, most: float, says: str) -> Markup:
     width = f"width:{100 * count / most if most else 0:.2f}%"
-    bar = tag("span", tag("i", class_=style, style=width), aria_hidden="true")
+    bar = tag("span", tag("i", class_=style, style=width, hidden=not count), aria_hidden="true")
     return tag("div", bar, tag("span", says), class_="bar")
 
 

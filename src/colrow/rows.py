@@ -77,8 +77,8 @@ class Stage:
 def region_items(trace: Trace, region: Region) -> list[Item]:
     """The whole drawing of a region, from y = 0."""
     split = pair(region, trace.tp)
-    items: list[Item] = [Text(0, 0, heading(region, trace.tp), INK, 22)]
-    none = f"No split linear layer was seen inside {region.name or region.kind}."
+    items: list[Item] = [Text(0, 0, heading(split, region, trace.tp), INK, 22)]
+    none = f"The weights of {region.name} are split, but not as linear layers: only what is sent is drawn."
     said = owned(split, region, trace.picture.hidden) if split else [none]
     items += lines([Text(0, 38, line, GOOD, 14) for line in said])
     top = items[-1].bottom + 26
@@ -163,7 +163,7 @@ def _tops(drawn: list[int | None], stages: list[Stage]) -> list[float]:
     tops, y = [], 34.0
     for rank in drawn:
         tops.append(y)
-        y += 34 if rank is None else BOX + 34 + 15 * tall
+        y += 34 if rank is None else BOX + 40 + 15 * tall
     return tops
 
 

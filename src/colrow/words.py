@@ -15,7 +15,7 @@ KINDS: Final[Mapping[Kind, str]] = {
     "experts": "experts",
     "embedding": "embedding",
     "head": "head and loss",
-    "other": "other",
+    "other": "replicated gradients, other",
 }
 BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
