@@ -11,9 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 import traces
+from browser import opened
 from colrow.draw import scene, to_excalidraw, to_svg
 from colrow.matrices import pair
-from colrow.scene import LOCAL, RANKS, SENT, WHOLE, Arrow, Box, Item, Text, moved
+from colrow.scene import LOCAL, RANKS, SENT, WHOLE, Arrow, Box, Item, Text, moved, text_width
 from colrow.traced import Linear, Trace
 
 SPLIT_MLP = {  # a fact of the drawing "Y = GeLU(X A) B on two ranks": what ours must say for 26 tokens x 32 -> 128
@@ -189,6 +190,11 @@ def experts() -> Trace:
     return traces.trace([traces.region("experts", [], 32, (26,), 2, sharded=True)], 2, sharded=True)
 
 
+def test_experts_without_linear_layers_are_a_share_for_each_rank():
+    shares = [(box.text, box.colour) for box in boxes(experts()) if "share" in box.text and "experts" in box.text]
+    assert shares == [("experts, share 1", RANKS[0]), ("experts, share 2", RANKS[1])]
+
+
 TRACES = {
     "gpt on 2": traces.gpt(2),
     "gpt on 3": traces.gpt(3),
@@ -225,6 +231,19 @@ def left_of(item: Item) -> float:
 
 def overlap(a: Item, b: Item) -> bool:
     return left_of(a) < b.right and left_of(b) < a.right and a.y < b.bottom and b.y < a.bottom
+
+
+def test_no_line_is_wider_in_a_browser_than_it_was_thought_to_be(tmp_path):
+    script = """
+    const lines = [...document.querySelectorAll("tspan")];
+    seen.lines = lines.map((line) => [line.textContent, parseFloat(line.parentNode.getAttribute("font-size")),
+                                      line.getComputedTextLength()]);"""
+    page = f"<!doctype html><html><head></head><body>{to_svg(traces.llama(4))}</body></html>"
+    result = opened(page, script, tmp_path)
+    assert result["faults"] == []
+    assert len(result["lines"]) > 100
+    for line, size, width in result["lines"]:
+        assert width <= 1.02 * text_width(line, size), line
 
 
 def test_an_overlap_would_be_found():

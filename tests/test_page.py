@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
-from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import traces
+from browser import opened
 from colrow.markup import join, tag
 from colrow.page import to_html
 from colrow.traced import Kept, Trace
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NASTY = "</script><script>alert('x')</script><b>&amp;\"'"
 
 
@@ -98,56 +93,32 @@ def test_without_padding_it_says_so():
     assert "No parameter is padded" in to_html(replace(traces.gpt(2), padding=()))
 
 
-PROBE = """<script>
-const seen = [];
+PRESS = """
 const all = (id, what) => [...document.querySelectorAll(`#${id} ${what}`)];
 const rows = (id) => all(id, "tbody tr").map((row) => [...row.cells].map((cell) => cell.textContent));
 const button = (id, text) => all(id, "button").find((one) => one.textContent === text);
 const sorts = (id) => all(id, "th").map((head) => head.getAttribute("aria-sort"));
 const said = () => document.querySelector("output").textContent;
-const note = (id) => seen.push({ rows: rows(id), sorts: sorts(id), said: said() });
-try {
-  note("kept");
-  button("kept", "bytes").click(); note("kept");
-  button("kept", "module").click(); note("kept");
-  button("kept", "MLP").click(); note("kept");
-  const input = document.querySelector("#kept input");
-  input.value = "LAYERS.1 26x32"; input.dispatchEvent(new Event("input")); note("kept");
-  note("collectives");
-  button("collectives", "each layer").click(); note("collectives");
-  seen.push(button("collectives", "each layer").getAttribute("aria-pressed"));
-} catch (error) { faults.push(String(error)); }
-document.body.append(Object.assign(document.createElement("pre"),
-  { id: "probe", textContent: JSON.stringify({ seen, faults, wide: document.documentElement.scrollWidth }) }));
-</script></body>"""
-CATCH = """<script>
-const faults = [];
-addEventListener("error", (event) => faults.push(event.message));
-addEventListener("securitypolicyviolation", (event) => faults.push(event.violatedDirective));
-</script>"""
-
-
-def opened(trace: Trace, folder: Path, *options: str) -> dict[str, Any]:
-    """What a browser shows of a copy of the page that presses its own buttons."""
-    if BROWSER is None:
-        pytest.skip("chromium is not installed")
-    page = to_html(trace).replace("<head>", f"<head>{CATCH}", 1).replace("</body>", PROBE, 1)
-    file = folder / "page.html"
-    file.write_text(page, "utf-8")
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", *options)
-    command = [BROWSER, *flags, "--virtual-time-budget=5000", "--dump-dom", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    probe = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert probe is not None, done.stderr[-2000:]
-    return json.loads(unescape(probe[1]))
+const note = (id) => seen.steps.push({ rows: rows(id), sorts: sorts(id), said: said() });
+seen.steps = [];
+note("kept");
+button("kept", "bytes").click(); note("kept");
+button("kept", "module").click(); note("kept");
+button("kept", "MLP").click(); note("kept");
+const input = document.querySelector("#kept input");
+input.value = "LAYERS.1 26x32"; input.dispatchEvent(new Event("input")); note("kept");
+note("collectives");
+button("collectives", "each layer").click(); note("collectives");
+seen.pressed = button("collectives", "each layer").getAttribute("aria-pressed");
+"""
 
 
 def test_the_tables_sort_and_filter_in_a_browser(tmp_path):
     trace = traces.gpt(2)
     extra = Kept("", "other", "", "MulBackward0", (3,), "int64", 24)
-    result = opened(replace(trace, kept=(*trace.kept, extra)), tmp_path)
+    result = opened(to_html(replace(trace, kept=(*trace.kept, extra))), PRESS, tmp_path)
     assert result["faults"] == []
-    first, by_bytes, by_module, mlp, words, together, each, pressed = result["seen"]
+    first, by_bytes, by_module, mlp, words, together, each = result["steps"]
     sizes = [row[-1] for row in first["rows"]]
     assert sizes == ["6.7 kB"] * 4 + ["3.3 kB"] * 4 + ["24 B"]
     assert first["sorts"] == ["none"] * 5 + ["descending"]
@@ -167,10 +138,11 @@ def test_the_tables_sort_and_filter_in_a_browser(tmp_path):
     ]
     assert len(each["rows"]) == 8
     assert {(row[0], row[4], row[5]) for row in each["rows"]} == {(f"layers.{n}", "1", "3.3 kB") for n in (0, 1)}
-    assert pressed == "true"
+    assert result["pressed"] == "true"
 
 
 def test_a_narrow_window_is_not_scrolled_sideways_and_nasty_names_are_texts(tmp_path):
-    result = opened(replace(nasty(), kept=traces.gpt(2).kept), tmp_path, "--window-size=500,900")
+    script = "seen.wide = document.documentElement.scrollWidth;"
+    result = opened(to_html(nasty()), script, tmp_path, "--window-size=500,900")
     assert result["faults"] == []
     assert result["wide"] <= 500
