@@ -1,4 +1,4 @@
-"""The command line: `colrow train`, `generate`, `verify`, `plan`, `families`.
+"""The command line: `colrow train`, `generate`, `verify`, `trace`, `plan`, `families`.
 
 Exit codes: 0 done, or it holds; 1 a rank failed, or it does not hold; 2 wrong use.
 """
@@ -15,14 +15,18 @@ import tyro
 
 import colrow
 from colrow import families, runs, source
+from colrow.draw import to_excalidraw, to_svg
 from colrow.errors import ColrowError, DataError
 from colrow.finetune import defaults_for, finetune
 from colrow.generate import generate
 from colrow.launch import RankFailedError, launch, leave, under_torchrun
-from colrow.model_options import FamiliesOptions, GenerateOptions, PlanOptions, VerifyOptions
+from colrow.model_options import FamiliesOptions, GenerateOptions, PlanOptions, TraceOptions, VerifyOptions
 from colrow.models import tiny
 from colrow.options import TrainOptions
+from colrow.page import to_html
+from colrow.report import watch
 from colrow.show import Show
+from colrow.show_trace import show_trace
 from colrow.train import train
 from colrow.verify import verify
 
@@ -38,6 +42,7 @@ Try:
   colrow generate --model DIR --tp 2 --prompt "Once"     go on with a text
   colrow verify --model llama --tp 3                     prove that a split equals one process
   colrow verify --model path/to/model --tp 4             the same for a model of yours
+  colrow trace --model llama --tp 2 --html trace.html    see what a step sends and keeps
   colrow plan --model path/to/model --tp 4               what each rank would hold
   colrow families                                        the models that are split without a plan
   torchrun --nproc-per-node 4 -m colrow train --tp 2     two replicas of two ranks
@@ -53,7 +58,7 @@ PATIENCE = 1800.0
 """Seconds that the other ranks wait while the first one computes with the model whole, or writes it."""
 SOON_VERIFIED = 2e9
 """Bytes of a model that `colrow verify` computes whole in a time that one waits for."""
-Options = TrainOptions | GenerateOptions | VerifyOptions | PlanOptions | FamiliesOptions
+Options = TrainOptions | GenerateOptions | VerifyOptions | TraceOptions | PlanOptions | FamiliesOptions
 
 
 def main() -> None:
@@ -71,6 +76,8 @@ def run(arguments: Sequence[str]) -> int:
         match options:
             case VerifyOptions():
                 return run_verify(options)
+            case TraceOptions():
+                run_trace(options)
             case PlanOptions():
                 show_plan(options)
             case FamiliesOptions():
@@ -97,10 +104,11 @@ def parse(arguments: Sequence[str], defaults: TrainOptions | None = None) -> Opt
         Annotated[TrainOptions, tyro.conf.subcommand("train", default=defaults or TrainOptions(), prefix_name=False)],
         Annotated[GenerateOptions, tyro.conf.subcommand("generate", prefix_name=False)],
         Annotated[VerifyOptions, tyro.conf.subcommand("verify", default=VerifyOptions(), prefix_name=False)],
+        Annotated[TraceOptions, tyro.conf.subcommand("trace", default=TraceOptions(), prefix_name=False)],
         Annotated[PlanOptions, tyro.conf.subcommand("plan", default=PlanOptions(), prefix_name=False)],
         Annotated[FamiliesOptions, tyro.conf.subcommand("families", default=FamiliesOptions(), prefix_name=False)],
     )
-    kind: Any = kinds[0] | kinds[1] | kinds[2] | kinds[3] | kinds[4]
+    kind: Any = kinds[0] | kinds[1] | kinds[2] | kinds[3] | kinds[4] | kinds[5]
     return tyro.cli(kind, prog="colrow", description=DESCRIPTION, args=arguments)
 
 
@@ -161,6 +169,27 @@ def run_verify(options: VerifyOptions) -> int:
     else:
         show.verdict(options.model, verdict, verbose=options.verbose)
     return 0 if verdict.ok else 1
+
+
+def run_trace(options: TraceOptions) -> None:
+    """`colrow trace`: watch a step, and write what was asked for."""
+    options.check()
+    check_ranks(options.tp)
+    model = source.find(options.model)
+    show = Show(talks=True, to_stderr=options.json)
+    with show.working(f"{options.model} on {options.tp} ranks and on one"):
+        trace = launch(watch, model, options.watching(), ranks=options.tp, timeout=PATIENCE)
+    if trace is None:  # under torchrun the first rank speaks
+        return
+    written = []
+    for file, draw in ((options.html, to_html), (options.svg, to_svg), (options.excalidraw, to_excalidraw)):
+        if file is not None:
+            file.write_text(draw(trace), encoding="utf-8")
+            written.append(str(file))
+    if options.json:
+        print(json.dumps(trace.as_json(), allow_nan=False), flush=True)
+    else:
+        show_trace(show, trace, written)
 
 
 def show_plan(options: PlanOptions) -> None:

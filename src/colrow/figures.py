@@ -9,8 +9,8 @@ MOST_RUNS = 4
 """Runs of numbers that one label shows; of more, the first ones and the last."""
 
 
-def shape(sizes: tuple[int, ...]) -> str:
-    return "x".join(map(str, sizes))
+def shape(sizes: Iterable[int], times: str = "x") -> str:
+    return times.join(map(str, sizes))
 
 
 def size(count: float) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from colrow.show import Show, size
+from colrow.figures import size
+from colrow.show import Show
 from colrow.traced import VERBS, Kept, Kind, Layer, Part, Trace
 
 LARGEST = 8
