@@ -56,7 +56,7 @@ def test_llama_at_tp_2_is_the_design(ranks: Any, sequence_parallel: bool) -> Non
         assert sum(part.saved for part in layer.kinds.values()) == part.saved
     one = seen.total.saved_on_one
     assert seen.total.saved == pytest.approx(seen.total.formula_saved, rel=TWO_PERCENT)
-    assert seen.total.saved < (0.55 if sequence_parallel else 0.75) * one
+    assert seen.total.saved < (0.35 if sequence_parallel else 0.5) * one
 
 
 @SP
@@ -71,8 +71,12 @@ def test_every_family_sends_and_keeps_by_the_formula(
             assert part.sent == pytest.approx(part.formula_sent), f"{layer.name}, {kind}"
     for kind, part in seen.outside.items():
         assert part.sent == pytest.approx(part.formula_sent), kind
-    slack = TWO_PERCENT if tp == 2 else 0.06  # a rank with one key/value head shares it without a copy
+    slack = 0.08  # what is made again differs by the author's code; a rank with one key/value head needs no copy of it
     assert seen.total.saved == pytest.approx(seen.total.formula_saved, rel=slack)
+    if tp == 2:
+        kept = traced(ranks, family, tp, sequence_parallel, sequence=sequence, recompute="none").total
+        assert kept.saved == pytest.approx(kept.formula_saved, rel=TWO_PERCENT)
+        assert seen.total.saved < kept.saved
 
 
 def test_sixteen_bits_send_sums_in_thirty_two(ranks: Any) -> None:
@@ -109,6 +113,7 @@ def kept_and_alive(name: str, sequence_parallel: bool) -> tuple[int, int]:
     model = found.build(dropout=0.0, seed=0).train()
     batch = found.batch(model, seed=1, shape=(2, 16))
     places = Places(colrow.resolve(model, find_plan(model), 2, sequence_parallel=sequence_parallel))
+    colrow.use_transport(mesh(), "torch")  # shared memory is no tensor's
     split = colrow.parallelize(model, mesh(), sequence_parallel=sequence_parallel, check_inputs=0)
     with Alive() as alive, Observer(split, places) as observer:
         out: Any = split(**batch)
@@ -116,6 +121,7 @@ def kept_and_alive(name: str, sequence_parallel: bool) -> tuple[int, int]:
         del out
         kept = sum(row.bytes for row in observer.kept(loss, batch.values()))
         ignore = [*split.parameters(), *split.buffers(), *batch.values(), loss]
+        colrow.use_transport(mesh(), "auto")
         return kept, alive.bytes(ignore)
 
 

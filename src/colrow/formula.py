@@ -14,7 +14,7 @@ and heads; all-reduces of 16-bit numbers are sent in 32 bits.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -112,6 +112,28 @@ class Formula:
         norms = (site.name for site in self.resolved.sites if isinstance(site.rule, rules.LastNorm))
         last = [name for name in self.places.layers if name.rpartition(".")[0] == stack][-1]
         return self.places.of(next((norm for norm in norms if norm.rpartition(".")[0] == holder), last))
+
+    def lean(self, kept: Sequence[Kept]) -> list[Kept]:
+        """What is left of what one device keeps where norms and activations are made again: a norm's input (and, by
+        torch's own node, two numbers a token), an activation's inputs, and nothing for those who take their outputs."""
+        left: list[Kept] = []
+        acts = {(k.layer, k.kind): k for k in kept if k.by in ("GeluBackward0", "SiluBackward0") and k.kind == "mlp"}
+        products = {
+            at: k.bytes >= 2 * self.width * prod(k.shape) for at, k in acts.items()
+        }  # [gate | up] is kept as one
+        for row in kept:
+            at, rule = (row.layer, row.kind), self.places.rule(row.module)
+            product = row.by == "MulBackward0" and at in acts
+            norm = isinstance(rule, rules.Norm) and "Norm" not in row.by
+            if norm and any(k.module == row.module for k in left):
+                continue
+            if (row.layer and isinstance(rule, rules.Column)) or (isinstance(rule, rules.Row) and at in acts):
+                continue
+            if product and products[at]:  # its other factor is there
+                continue
+            products |= {at: True} if product else {}
+            left.append(row)
+        return left
 
     def saved(self, kept: Kept) -> float:
         """Bytes that the first rank keeps of what one device keeps."""

@@ -128,6 +128,8 @@ class TraceOptions:
     """Tokens in a row."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations."""
+    recompute: Literal["elementwise", "none"] = "elementwise"
+    """What is made again in backward, and not kept: norms and activations, or nothing."""
     seed: int = 0
     """Rules random weights and the batch."""
     html: Path | None = None
@@ -154,7 +156,7 @@ class TraceOptions:
 
     def watching(self) -> Watching:
         o = self
-        return Watching(o.model, o.tp, o.sequence_parallel, o.batch, o.sequence, o.dtype, o.seed)
+        return Watching(o.model, o.tp, o.sequence_parallel, o.batch, o.sequence, o.dtype, o.recompute, o.seed)
 
 
 _SIZES = ("layers", "width", "heads", "context", "vocab_size", "gated", "rotary")

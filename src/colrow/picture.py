@@ -128,4 +128,5 @@ def _activation(model: nn.Module, kept: Sequence[Kept], modules: set[str]) -> st
     names = {f"{name}.{at}".rstrip(".") for name in modules for at, _ in model.get_submodule(name).named_modules()}
     found = [ACTIVATIONS[k.by] for k in kept if k.module in names and k.by in ACTIVATIONS]
     kinds = (type(model.get_submodule(name)).__name__ for name in sorted(names))
-    return found[0] if found else next((kind for kind in kinds if "activation" in kind.lower()), "")
+    named = (kind.removesuffix("Activation").replace("GELU", "GeLU") for kind in kinds if "activation" in kind.lower())
+    return found[0] if found else next(named, "")

@@ -21,7 +21,7 @@ from colrow import comm
 from colrow.errors import DataError
 from colrow.formula import Formula, Sums
 from colrow.observe import Observer, Places
-from colrow.parallelize import find_plan, parallelize
+from colrow.parallelize import Recompute, find_plan, parallelize
 from colrow.picture import picture
 from colrow.resolve import resolve
 from colrow.resolved import Resolved
@@ -47,6 +47,7 @@ class Watching:
     batch: int = 2
     sequence: int = 16
     dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Recompute = "elementwise"
     seed: int = 0
 
 
@@ -74,7 +75,8 @@ def watch(source: Source, s: Watching) -> Trace | None:
         given, fix = "its plan names no block", "Give the layers the rule Block()"
         raise DataError(f"--model {s.name}", given, "a trace is of a model's layers", fix)
     whole = copy.deepcopy(model) if comm.is_rank_zero() else None
-    split = parallelize(model, meshes.tp, sequence_parallel=s.sequence_parallel, check_inputs=0)
+    mode = {"sequence_parallel": s.sequence_parallel, "recompute": s.recompute}
+    split = parallelize(model, meshes.tp, check_inputs=0, **mode)
     _step(split, places, batch)
     split.zero_grad()
     seen = _step(split, places, batch)
@@ -84,7 +86,7 @@ def watch(source: Source, s: Watching) -> Trace | None:
     one = _step(whole, places, batch, backward=False)
     shapes = {name: taken for name, (taken, _) in one.observer.shapes.items()}
     formula = Formula(whole, resolved, places, shapes, one.observer.beside, getattr(torch, s.dtype).itemsize)
-    parts = _Parts(seen, one, formula)
+    parts = _Parts(seen, one, formula, s.recompute)
     return Trace(
         model=s.name,
         tp=s.tp,
@@ -129,9 +131,10 @@ def _loss(out: Any) -> Tensor:
 class _Parts:
     """Sums of what was seen, by layer and kind."""
 
-    def __init__(self, seen: _Seen, one: _Seen, formula: Formula) -> None:
+    def __init__(self, seen: _Seen, one: _Seen, formula: Formula, recompute: Recompute) -> None:
         self.messages: Sequence[Message] = seen.observer.messages
         self.kept, self.on_one, self.formula = seen.kept, one.kept, formula
+        self.should_keep = one.kept if recompute == "none" else formula.lean(one.kept)
         self.should_send: Sums = formula.sent()
         self.copies: Sums = formula.copies()
 
@@ -147,14 +150,15 @@ class _Parts:
             return layer in (None, where) and kind in (None, what)
 
         messages = [m for m in self.messages if here(m.layer, m.kind)]
-        mine, theirs = ([k for k in kept if here(k.layer, k.kind)] for kept in (self.kept, self.on_one))
+        every = (self.kept, self.on_one, self.should_keep)
+        mine, theirs, due = ([k for k in kept if here(k.layer, k.kind)] for kept in every)
         return Part(
             forward=_count(messages, "forward"),
             backward=_count(messages, "backward"),
             sent=sum(m.sent for m in messages),
             saved=sum(k.bytes for k in mine),
             formula_sent=sum(size for at, size in self.should_send.items() if here(*at)),
-            formula_saved=sum(map(self.formula.saved, theirs))
+            formula_saved=sum(map(self.formula.saved, due))
             + sum(size for at, size in self.copies.items() if here(*at)),
             saved_on_one=sum(k.bytes for k in theirs),
         )
