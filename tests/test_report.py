@@ -215,3 +215,10 @@ def test_a_trace_is_plain_json(ranks: Any) -> None:
     assert sum(row["bytes"] for row in numbers["kept"]) == numbers["total"]["saved_bytes_per_rank"]
     assert {row["name"] for row in numbers["padding"]} >= {"token.weight"}
     assert len(numbers["waiting_seconds"]) == 3
+
+
+@pytest.mark.parametrize("name", ["opt", "bert"])
+def test_an_mlp_without_a_module_of_its_own(ranks: Any, name: str) -> None:
+    mlp = traced(ranks, name, 2).picture.regions[1]
+    assert (mlp.takes, mlp.whole, mlp.gives) == ((16, 32), (2, 16, 32), (16, 32)) and mlp.again == 1
+    assert mlp.activation == {"opt": "ReLU", "bert": "GeLU"}[name]

@@ -30,7 +30,7 @@ def picture(observer: Observer, kept: Sequence[Kept], total: Part, shape: Shape)
     places, name = observer.places, observer.places.layers[0]
     inside = [site for at, site in places.sites.items() if at.startswith(f"{name}.")]
     tokens, ranks, sharded = prod(shape[:-1]), _ranks(inside), places.sites[name].sharded
-    regions = [_region(observer, kept, group) for group in _groups(observer, inside)]
+    regions = [_region(observer, kept, group, shape[:-1]) for group in _groups(observer, inside)]
     norms = [
         site.name
         for site in inside
@@ -68,7 +68,7 @@ def _groups(observer: Observer, sites: Sequence[Site]) -> list[tuple[str, Kind, 
     return [(name, kind, group) for (name, kind), group in groups.items() if name in observer.shapes]
 
 
-def _region(observer: Observer, kept: Sequence[Kept], group: tuple[str, Kind, list[Site]]) -> Region:
+def _region(observer: Observer, kept: Sequence[Kept], group: tuple[str, Kind, list[Site]], tokens: Shape) -> Region:
     name, kind, sites = group
     linears = [_linear(observer, site) for site in sites]
     columns, rows = ([linear for linear in linears if linear.role == role] for role in ("column", "row"))
@@ -76,8 +76,8 @@ def _region(observer: Observer, kept: Sequence[Kept], group: tuple[str, Kind, li
     takes, gives = observer.shapes[columns[0].name if alone else name]
     leaves = {linear.name for linear in rows} or {name}
     modules = {linear.name for linear in linears} | (set() if alone else {name})
-    beside = {at for at, _ in observer.model.get_submodule(name).named_children() if alone}  # activations stand there
-    beside = {f"{name}.{at}" for at in beside if "act" in at}
+    below = (at for at, _ in observer.model.get_submodule(name).named_modules() if alone)  # activations stand there
+    beside = {f"{name}.{at}" for at in below if "act" in at.rpartition(".")[2]}
     roles: dict[str, list[Message]] = {"entry": [], "exit": [], "again": []}
     for message in observer.messages:
         if message.module in modules:
@@ -86,7 +86,7 @@ def _region(observer: Observer, kept: Sequence[Kept], group: tuple[str, Kind, li
         name=name,
         kind=kind,
         takes=takes,
-        whole=columns[0].takes if columns else takes,
+        whole=columns[0].takes if columns and not alone else (*tokens, takes[-1]),
         gives=rows[-1].gives if rows else gives,
         linears=tuple(linears),
         activation=_activation(observer.model, kept, modules | beside),
