@@ -42,7 +42,7 @@ ORDER = (
     "pretrained",
     "launch",
     "precision",
-    "verify",
+    "verification",
     "traced",
     "report",
     "draw",

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colrow
-from colrow import cli, verify
+from colrow import cli, verification
 from colrow.models.tiny import tiny
 from colrow.params import local_of
 from colrow.source import OwnModel, Tiny, find
-from colrow.verify import Settings, Step, Verdict, judge, relative
+from colrow.verification import Settings, Step, Verdict, judge, relative
 
 KEYS = {"ok", "tp", "sequence_parallel", "loss", "logits_rel_error", "max_grad_rel_error", "parameters"} | {
     "first_divergence", "grad_norm_rel_error", "step_rel_error", "replicas_equal", "dtype", "dropout", "tolerance",
@@ -81,7 +81,7 @@ def wrong(v: Verdict) -> set[str]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found_and_every_rank_says_so(ranks: Any, fault: Any) -> None:
-    found = ranks(2).run(verify.verify, OwnModel(), Settings(), fault)
+    found = ranks(2).run(verification.verify_source, OwnModel(), Settings(), fault)
     assert found[0] == found[1], "the first rank's verdict is everyone's"
     assert not found[0].ok and wrong(found[0]) == FAULTS[fault]
     assert found[0].replicas_equal == (fault is not drifted)
@@ -91,11 +91,11 @@ def test_a_fault_is_found_and_every_rank_says_so(ranks: Any, fault: Any) -> None
 
 
 def verify_faulty(source: Any, settings: Settings) -> Verdict:
-    return verify.verify(source, settings, half_a_gradient)
+    return verification.verify_source(source, settings, half_a_gradient)
 
 
 def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "verify", verify_faulty)
+    monkeypatch.setattr(cli, "verify_source", verify_faulty)
     assert cli.run(["verify", "--tp", "2"]) == 1
     out, err = capfd.readouterr()
     assert out.startswith("DOES NOT HOLD") and UP in out and "colrow plan" in out and err == ""
@@ -104,16 +104,17 @@ def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capf
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_shorter_dtype_is_measured_against_double(ranks: Any, dtype: Any) -> None:
     settings = Settings(dtype=dtype)
-    good = ranks(2).run(verify.verify, Tiny("llama"), settings)[0]
+    good = ranks(2).run(verification.verify_source, Tiny("llama"), settings)[0]
     assert good.ok and good.max_grad_rel_error > torch.finfo(getattr(torch, dtype)).eps
-    assert not ranks(2).run(verify.verify, OwnModel(), settings, half_a_gradient)[0].ok
+    assert not ranks(2).run(verification.verify_source, OwnModel(), settings, half_a_gradient)[0].ok
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sp", "tp"])
 @pytest.mark.parametrize("source", [OwnModel(), Tiny("bert")], ids=["gpt", "bert"])
 def test_dropout_is_compared_with_one_rank(ranks: Any, source: Any, sequence_parallel: bool) -> None:
     settings = Settings(sequence_parallel=sequence_parallel, dropout=0.3)
-    dropped, kept = (ranks(2).run(verify.verify, source, s)[0] for s in (settings, replace(settings, dropout=0.0)))
+    both = (settings, replace(settings, dropout=0.0))
+    dropped, kept = (ranks(2).run(verification.verify_source, source, s)[0] for s in both)
     assert dropped.ok and kept.ok
     assert abs(dropped.loss.reference - kept.loss.reference) > 1e-3, "nothing was dropped"
 

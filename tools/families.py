@@ -23,7 +23,7 @@ from colrow.comm import is_rank_zero
 from colrow.errors import ColrowError
 from colrow.launch import launch
 from colrow.models import tiny
-from colrow.verify import EQUAL, Meshes, Settings, Verdict, compare
+from colrow.verification import EQUAL, Meshes, Settings, Verdict, compare
 
 DEGREES = (2, 3, 4)
 DIVIDE: dict[str, Any] = {

@@ -26,7 +26,7 @@ from colrow.parallelize import find_plan
 from colrow.resolved import Resolved
 from colrow.show import Show
 from colrow.train import train
-from colrow.verify import verify
+from colrow.verification import verify_source
 
 DESCRIPTION = """Tensor and sequence parallelism in plain PyTorch.
 
@@ -153,7 +153,7 @@ def run_verify(options: VerifyOptions) -> int:
     model = source.find(options.model)
     show = Show(talks=True, to_stderr=options.json)
     with show.working(f"{options.model} on {options.tp} ranks and on one"):
-        verdict = launch(verify, model, options.settings(), ranks=options.tp, timeout=PATIENCE)
+        verdict = launch(verify_source, model, options.settings(), ranks=options.tp, timeout=PATIENCE)
     if verdict is None:  # under torchrun the first rank speaks
         return 0
     if options.json:

@@ -79,7 +79,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found: errors are the largest difference over the largest element that is wanted.
+    """What a comparison found: errors are the largest difference over the largest element that is wanted.
 
     Attributes:
         tolerance: what loss, logits, gradients, grad_norm and step (the weights after it) may be off by.
@@ -141,13 +141,13 @@ class Step:
     replicas_equal: bool = True
 
 
-def verify(source: Source, settings: Settings, split: Callable[..., nn.Module] = parallelize) -> Verdict:
+def verify_source(source: Source, settings: Settings, split: Callable[..., nn.Module] = parallelize) -> Verdict:
     """One rank's part; the default process group must be there. Every rank returns the first one's verdict."""
     return compare(source, settings, Meshes.of(settings.tp), split)
 
 
 def compare(source: Source, s: Settings, meshes: Meshes, split: Callable[..., nn.Module] = parallelize) -> Verdict:
-    """`verify` on axes that are there already. `split` splits the model that is judged, as `parallelize` does."""
+    """`verify_source` on axes that are there. `split` splits the model that is judged, as `parallelize` does."""
     model = source.build(dropout=s.dropout, seed=s.seed).to(comm.device(meshes.tp), getattr(torch, s.dtype)).train()
     batch = source.batch(model, seed=s.seed + 1)
     whole = copy.deepcopy(model) if comm.is_rank_zero() else None
