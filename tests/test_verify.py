@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import colrow
 from colrow import cli, verification
 from colrow.models.tiny import tiny
 from colrow.params import local_of
 from colrow.source import OwnModel, Tiny, find
-from colrow.verification import Settings, Step, Verdict, judge, relative
+from colrow.verdict import EQUAL, Settings, Verdict, relative
+from colrow.verification import Errors, Exact, judge
 
 KEYS = {"ok", "tp", "sequence_parallel", "loss", "logits_rel_error", "max_grad_rel_error", "parameters"} | {
     "first_divergence", "grad_norm_rel_error", "step_rel_error", "replicas_equal", "dtype", "dropout", "tolerance",
@@ -119,27 +120,30 @@ def test_dropout_is_compared_with_one_rank(ranks: Any, source: Any, sequence_par
     assert abs(dropped.loss.reference - kept.loss.reference) > 1e-3, "nothing was dropped"
 
 
-def step(**grads: float) -> Step:
+def exact(**grads: float) -> Exact:
     tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in grads.items()}
-    one = torch.ones(1, dtype=torch.float64)
-    return Step(one, one, tensors, one, {"w": one})
+    return Exact(torch.ones(1), torch.ones(1), tensors, 1.0, {})
+
+
+def errors(loss: float = 0.0, **gradients: float) -> Errors:
+    return Errors(torch.ones(1), {"loss": loss, "logits": 0, "gradients": 0, "grad_norm": 0, "step": 0}, gradients)
 
 
 def test_a_zero_gradient_is_measured_by_the_others() -> None:
-    exact = step(w=1.0, k=0.0)
-    assert judge(step(w=1.0, k=1e-17), exact, exact, Settings()).ok
-    assert not judge(step(w=1.0, k=1e-11), exact, exact, Settings()).ok
+    want = exact(w=1.0, k=0.0)
+    small, large = (torch.tensor([value], dtype=torch.float64) for value in (1e-17, 1e-11))
+    assert want.gradient_error("k", small, want.least) <= EQUAL < want.gradient_error("k", large, want.least)
     assert relative(torch.ones(1), torch.zeros(1)) > 1, "nothing to divide by is no error of python's"
 
 
 def test_what_is_missing_or_no_number_does_not_hold() -> None:
-    exact = step(w=1.0, k=0.5)
-    missing = judge(step(w=1.0), exact, exact, Settings())
-    assert not missing.ok and [g.rel_error for g in missing.parameters] == [0.0, 1.0]
-    spoilt = judge(step(w=1.0, k=math.nan), exact, exact, Settings())
-    assert not spoilt.ok and spoilt.as_json()["parameters"][1]["rel_error"] is None
-    bad_logits: Tensor = torch.full((1,), math.nan, dtype=torch.float64)
-    assert not judge(replace(exact, logits=bad_logits), exact, exact, Settings()).ok
+    want = exact(w=1.0, k=0.5)
+    assert want.gradient_error("k", None, want.least) == 1.0
+    assert want.gradient_error("more", torch.ones(1), want.least) > 1
+    assert judge(errors(), want, Settings()).ok
+    spoilt = judge(errors(loss=math.nan, k=math.nan), want, Settings())
+    assert not spoilt.ok and spoilt.as_json()["parameters"][0]["rel_error"] is None
+    assert math.isnan(relative(torch.tensor(math.nan), torch.ones(()))), "or it would be lost in a maximum"
 
 
 @pytest.fixture

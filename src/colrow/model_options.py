@@ -13,7 +13,7 @@ from colrow.errors import DataError
 from colrow.models import GPT
 from colrow.options import TrainOptions, refuse_given
 from colrow.source import OWN, OwnModel, find
-from colrow.verification import Settings
+from colrow.verdict import Settings
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from colrow.models.tiny import Family
 from colrow.resolved import Resolved
-from colrow.verification import Verdict
+from colrow.verdict import Verdict
 
 WORST = 5
 """Gradients that a verdict shows, unless it is asked for all."""

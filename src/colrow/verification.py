@@ -1,144 +1,120 @@
 """Whether a split model is the model: loss, logits, every gradient, their norm, and the weights after a step.
 
-Each rank builds the model, splits it and takes a step; the first rank takes the same step with the model whole, and
-judges. In double both must agree to rounding. In a shorter dtype each has errors of its own, so both are measured
-against the step in double: the split may be less exact than one process, but by no more than another order of sums
-explains.
+The first rank takes a step with the model whole, in double; then every rank takes the same step with the model split,
+and the first one judges. In double both must agree to rounding. In a shorter dtype each has errors of its own, so both
+are measured against the step in double: the split may be less exact than one process, but by no more than another order
+of sums explains.
+
+Memory, in copies of the model in the comparison's dtype, over all ranks of one degree t: about t + 2 (in float32 the
+step in double takes 4). Gradients and weights are compared one at a time, and never two models held at once.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from colrow import comm
+from colrow.dropout import may_drop
 from colrow.errors import DataError
+from colrow.layout import check_mesh
 from colrow.parallelize import parallelize
-from colrow.precision import KeepDouble
-from colrow.state import clip_grad_norm_, full_grads, full_state_dict, replica_drift, sync_replicas
+from colrow.params import local_of, named_parts, unshard
+from colrow.plan import Plan
+from colrow.state import clip_grad_norm_, replica_drift, sync_replicas
+from colrow.together import gather_objects
+from colrow.trial import Batch, Meshes, Source, Trial
+from colrow.verdict import Gradient, Loss, Settings, Verdict, exceeds, largest, relative
 
-EQUAL = 1e-9
-"""In double throughout, rounding is near 1e-15 and a lost or doubled term of order 1: this lies far from both."""
-FACTOR = 3.0
-"""A shorter dtype: the largest of many rounding errors is a matter of luck. Over all families it differed between two
-orders of sums by up to 2.7. Where a ReLU is near zero bfloat16 falls to either side. A router of experts near a tie may
-even send a token elsewhere, which no factor allows for."""
-FLOOR = 8.0
-"""In units of the dtype's precision: one process may be exact by luck."""
 SMALL_GRADIENT = 1e-3
 """A gradient smaller than this part of the model's largest is measured against that part: where the true one is zero (a
 bias on k that softmax does not see) there is only rounding, and nothing to divide by."""
 
 
-class Source(Protocol):
-    """Where the model comes from: the same on every rank."""
+def verify(
+    model_fn: Callable[[], nn.Module],
+    batch: Batch,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    sequence_parallel: bool = True,
+    dtype: torch.dtype = torch.float64,
+    dropout: float = 0.0,
+    seed: int = 0,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+) -> Verdict:
+    """Compare a training step of your model, split over `mesh`, with one process: call it on every rank of the mesh.
 
-    def build(self, *, dropout: float, seed: int) -> nn.Module: ...
+        verdict = colrow.verify(lambda: MyModel(config), {"input_ids": ids, "labels": ids}, mesh["tp"], plan)
+        assert verdict.ok, verdict.first_divergence
 
-    def batch(self, model: nn.Module, *, seed: int) -> dict[str, Tensor]: ...
+    Arguments:
+        model_fn: builds the model, the same on every rank and at every call: it is called several times.
+        batch: what the model is called with, by name or by place; the same on every rank.
+        mesh, plan, sequence_parallel: as for `parallelize`.
+        dtype: float64 asks whether the algebra is right; float32 and bfloat16, whether the split is as exact as one
+            process.
+        dropout: every probability of dropout. 0: the model is in eval mode. Above: it trains, and is compared with the
+            model split over one rank, whose masks are the same.
+        seed: rules dropout, and what `model_fn` draws.
+        loss_fn: from the model's output to a scalar. Without it: the output's loss, or its first tensor weighted at
+            random.
 
+    Returns: the same verdict on every rank.
 
-@dataclass(frozen=True)
-class Settings:
-    """How to split, and what to compare with. With `dropout` the other side is the model split over one rank, since
-    torch's own masks are others."""
+    Cost: the first rank computes with the whole model, and the others wait. Memory over t ranks: t + 2 copies of it.
 
-    tp: int = 2
-    sequence_parallel: bool = True
-    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
-    dropout: float = 0.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Of the model in one process (in double), and of the split model."""
-
-    reference: float
-    parallel: float
-    rel_error: float
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The error in one parameter's gradient."""
-
-    name: str
-    rel_error: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a comparison found: errors are the largest difference over the largest element that is wanted.
-
-    Attributes:
-        tolerance: what loss, logits, gradients, grad_norm and step (the weights after it) may be off by.
-        parameters: the gradients' errors, in the order of the model's parameters.
-        replicas_equal: whether, after the step, parameters that are whole on every rank have the same bits everywhere.
-        first_divergence: the first module whose output differs, where that was looked for.
+    Raises:
+        DataError: a dtype or a dropout that cannot be compared.
+        RankError: what one rank has raised, on all of them.
     """
-
-    ok: bool
-    tp: int
-    sequence_parallel: bool
-    dtype: str
-    dropout: float
-    loss: Loss
-    logits_rel_error: float
-    max_grad_rel_error: float
-    grad_norm_rel_error: float
-    step_rel_error: float
-    replicas_equal: bool
-    tolerance: Mapping[str, float]
-    parameters: tuple[Gradient, ...]
-    first_divergence: Mapping[str, Any] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """As `colrow verify --json` prints it; a number that is not finite is null."""
-        return _finite(asdict(self))
+    mesh = check_mesh(mesh, "colrow.verify")
+    names = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    if dtype not in names:
+        raise DataError(
+            "colrow.verify", f"dtype={dtype}", f"it may be {', '.join(map(str, names))}", "Give one of them"
+        )
+    if not 0 <= dropout < 1:
+        raise DataError("colrow.verify", f"dropout={dropout}", "a probability below 1 is needed", "Give 0.1, say")
+    settings = Settings(mesh.size(), sequence_parallel, names[dtype], dropout, seed, dropout > 0)  # pyright: ignore[reportArgumentType]
+    alone = Meshes.alone(mesh) if dropout else mesh
+    return judge_trial(Trial(_Given(model_fn, batch), settings, Meshes(mesh, alone, mesh), plan=plan, loss=loss_fn))
 
 
 @dataclass(frozen=True)
-class Meshes:
-    """The axes of a comparison: `tp` splits the model, `one` holds this rank alone, `every` all ranks of the run."""
+class _Given:
+    """A model and a batch that the caller has."""
 
-    tp: DeviceMesh
-    one: DeviceMesh
-    every: DeviceMesh
+    model_fn: Callable[[], nn.Module]
+    given: Batch
 
-    @staticmethod
-    def of(tp: int) -> Meshes:
-        """Raises: DataError: the run's ranks are no multiple of `tp`."""
-        world = dist.get_world_size()
-        if world % tp:
-            allowed = "replicas have tp ranks each"
-            raise DataError("--tp", f"{tp} with {world} ranks", allowed, f"Start a multiple of {tp}")
-        kind = "cpu" if dist.get_backend() == "gloo" else "cuda"
-        split = init_device_mesh(kind, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-        alone = init_device_mesh(kind, (world, 1), mesh_dim_names=("every", "one"))
-        return Meshes(split["tp"], alone["one"], alone["every"])
+    def build(self, *, dropout: float, seed: int) -> nn.Module:
+        """The model, with the probability in its layers and their attributes; a config is left alone."""
+        model = self.model_fn()
+        for part in model.modules():
+            named = {at: p for at, p in vars(part).items() if "drop" in at and isinstance(p, float)}
+            vars(part).update({at: dropout for at in named if "layerdrop" not in at})
+            if isinstance(part, nn.Dropout):
+                part.p = dropout
+        if dropout and not may_drop(model.train()):
+            given, fix = f"dropout={dropout}, for a model without dropout", "Leave it out"
+            raise DataError("colrow.verify", given, "there is nothing to drop", fix)
+        return model
+
+    def batch(self, model: nn.Module, *, seed: int) -> Batch:
+        device = next(model.parameters()).device
+        if isinstance(self.given, Mapping):
+            return {name: _to(value, device) for name, value in self.given.items()}
+        return tuple(_to(value, device) for value in self.given)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of training, whole on every rank: what came out, and what the weights are after it."""
-
-    loss: Tensor
-    logits: Tensor
-    grads: dict[str, Tensor]
-    grad_norm: Tensor
-    state: dict[str, Tensor]
-    replicas_equal: bool = True
+def _to(value: Any, device: torch.device) -> Any:
+    return value.detach().to(device) if isinstance(value, Tensor) else value
 
 
 def verify_source(source: Source, settings: Settings, split: Callable[..., nn.Module] = parallelize) -> Verdict:
@@ -148,138 +124,175 @@ def verify_source(source: Source, settings: Settings, split: Callable[..., nn.Mo
 
 def compare(source: Source, s: Settings, meshes: Meshes, split: Callable[..., nn.Module] = parallelize) -> Verdict:
     """`verify_source` on axes that are there. `split` splits the model that is judged, as `parallelize` does."""
-    model = source.build(dropout=s.dropout, seed=s.seed).to(comm.device(meshes.tp), getattr(torch, s.dtype)).train()
-    batch = source.batch(model, seed=s.seed + 1)
-    whole = copy.deepcopy(model) if comm.is_rank_zero() else None
-    got = take_step(split(model, meshes.tp, sequence_parallel=s.sequence_parallel), batch, s.seed)
-    verdict = None
-    if whole is not None:
-        exact = copy.deepcopy(whole).double()
-        both = [exact] if s.dtype == "float64" else [exact, whole]
-        if s.dropout:
-            both = [parallelize(one, meshes.one, sequence_parallel=s.sequence_parallel) for one in both]
-        steps = [take_step(one, batch, s.seed) for one in both]
-        verdict = judge(got, steps[-1], steps[0], s)
-    return _from_first(verdict, meshes.every)
+    return judge_trial(Trial(source, s, meshes, split))
 
 
-def take_step(model: nn.Module, batch: Mapping[str, Tensor], seed: int) -> Step:
-    """Forward, backward and one step of AdamW; of a whole model or a split one."""
-    split = any(isinstance(param, DTensor) for param in model.parameters())
-    with KeepDouble():
-        loss, logits = forward(model, batch, seed)
-        loss.backward()
-    if split:
-        grads = full_grads(model)
-        norm = clip_grad_norm_(model, math.inf)
-        _adamw(model, norm)
-        drift = replica_drift(model)
-        if drift:
-            sync_replicas(model)  # or the weights could not be compared
-        return Step(loss.detach(), logits, grads, norm, full_state_dict(model), not drift)
-    grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-    _adamw(model, norm)
-    return Step(loss.detach(), logits, grads, norm, model.state_dict())
+@dataclass(frozen=True)
+class Exact:
+    """The step in double. Its gradients are kept in no more digits than the comparison's dtype needs.
+
+    Attributes:
+        own: what errors one process in the comparison's dtype has.
+    """
+
+    loss: Tensor
+    logits: Tensor
+    grads: dict[str, Tensor]
+    norm: float
+    own: Mapping[str, float]
+
+    @property
+    def least(self) -> float:
+        """What a gradient is at least measured against."""
+        return SMALL_GRADIENT * max((float(grad.abs().max()) for grad in self.grads.values()), default=0.0)
+
+    def gradient_error(self, name: str, got: Tensor | None, least: float) -> float:
+        """Of a gradient; one that is missing is zero."""
+        want = self.grads.get(name)
+        if got is None:
+            return 0.0 if want is None else relative(torch.zeros_like(want), want, least)
+        return relative(got, torch.zeros_like(got) if want is None else want, least)
+
+    def weight(self, value: Tensor, name: str) -> Tensor:
+        """What the step makes of a weight, in double."""
+        param, grad = nn.Parameter(value.detach().double().clone()), self.grads.get(name)
+        param.grad = None if grad is None else grad.double()
+        take_step(param, self.norm)
+        return param.detach()
 
 
-def _adamw(model: nn.Module, norm: Tensor) -> None:
-    """One step. Adam divides a gradient by its own size; where that is rounding, the step would be a toss of a coin, so
-    its eps is a small part of the norm."""
-    torch.optim.AdamW(model.parameters(), eps=SMALL_GRADIENT * float(norm)).step()
+@dataclass(frozen=True)
+class Errors:
+    """Those of one step against the exact one; `gradients` in the order of the model's parameters."""
+
+    loss: Tensor
+    counted: Mapping[str, float]
+    gradients: Mapping[str, float]
+    replicas_equal: bool = True
 
 
-def forward(model: nn.Module, batch: Mapping[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
-    """Loss and whole logits. A class without a loss has its first output weighted at random, and summed."""
-    torch.manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    out: Any = model(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()})
-    if isinstance(out, Tensor):  # a loss alone; without targets the same call gives logits
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            return out, _whole(model(**{name: x for name, x in batch.items() if name != "targets"}))
-    first = out.logits if "logits" in out else out[0]
-    if out.get("loss") is not None:
-        return out.loss, _whole(first.detach())
-    weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (first * weights.to(first)).sum(), _whole(first.detach())
+def judge_trial(trial: Trial) -> Verdict:
+    """Take the step in both ways, and compare. Every rank returns the first one's verdict."""
+    s, exact, verdict = trial.settings, None, None
+    with trial.alike():
+        if trial.meshes.judges:
+            exact = exact_step(trial)
+    found = compare_split(trial, exact)
+    if exact is not None:
+        verdict = judge(found, exact, s)
+    return gather_objects(verdict, trial.meshes.every)[0]
 
 
-def judge(got: Step, one: Step, exact: Step, s: Settings) -> Verdict:
-    """Measure the split model's step and one process's against the step in double. In double, `one` is `exact`."""
-    gradients, errors = _errors(got, exact)
-    _, own = _errors(one, exact)
-    floor = FLOOR * torch.finfo(getattr(torch, s.dtype)).eps
-    tolerance = {name: EQUAL if s.dtype == "float64" else FACTOR * error + floor for name, error in own.items()}
+def exact_step(trial: Trial) -> Exact:
+    """The step in double and, in a shorter dtype, how far one process is off in it."""
+    model, batch = trial.whole(double=True)
+    loss, logits = trial.run(model, batch)
+    kept = torch.float64 if trial.settings.dtype == "float64" else torch.float32
+    grads = {}
+    for name, param, split in named_parts(model):
+        if param.grad is not None:
+            grads[name], param.grad = unshard(param.grad, split).to(kept), None
+    norm = norm_of(grads)
+    del model
+    exact = Exact(loss, logits, grads, norm, {})
+    if trial.settings.dtype == "float64":
+        return exact
+    return Exact(loss, logits, grads, norm, compare_whole(trial, exact).counted)
+
+
+def norm_of(grads: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+
+
+def compare_whole(trial: Trial, exact: Exact) -> Errors:
+    """One process, in the comparison's dtype."""
+    model, batch = trial.whole(double=False)
+    loss, logits = trial.run(model, batch)
+    norm, least = (
+        norm_of({name: local_of(p.grad) for name, p, _ in named_parts(model) if p.grad is not None}),
+        exact.least,
+    )
+    gradients, steps = {}, []
+    for name, param, split in named_parts(model):
+        want = exact.weight(unshard(param, split), name)
+        if param.grad is not None:
+            gradients[name] = exact.gradient_error(name, unshard(param.grad, split), least)
+        take_step(param, norm)
+        steps.append(relative(unshard(param, split), want))
+    return _errors(exact, loss, logits, norm, gradients, steps)
+
+
+def compare_split(trial: Trial, exact: Exact | None) -> Errors:
+    """The split model, on every rank; `exact` is there on the one that judges."""
+    model, batch = trial.parted()
+    loss, logits = trial.run(model, batch)
+    norm = float(clip_grad_norm_(model, math.inf))
+    least = 0.0 if exact is None else exact.least
+    gradients: dict[str, float] = {}
+    for name, param, split in named_parts(model):
+        grad = None if param.grad is None else unshard(param.grad, split)
+        if exact is not None and (grad is not None or name in exact.grads):
+            gradients[name] = exact.gradient_error(name, grad, least)
+        take_step(param, norm)
+    drift = replica_drift(model)
+    if drift:
+        sync_replicas(model)  # or the weights could not be compared
+    before: dict[str, Tensor] = {}
+    with trial.alike():
+        if exact is not None:
+            before = dict(trial.plain().named_parameters())
+    steps = []
+    for name, param, split in named_parts(model):
+        weight = unshard(param, split)
+        if exact is not None:
+            steps.append(relative(weight, exact.weight(before.pop(name), name)) if name in before else math.inf)
+    steps += [math.inf] * len(before)
+    if exact is None:
+        return Errors(loss, {}, {})
+    return _errors(exact, loss, logits, norm, gradients, steps, not drift)
+
+
+def take_step(param: nn.Parameter, norm: float) -> None:
+    """One step of AdamW, in place. The gradient is let go. Adam divides a gradient by its own size; where that is
+    rounding, the step would be a toss of a coin, so its eps is a small part of the gradients' norm."""
+    torch.optim.AdamW([param], eps=SMALL_GRADIENT * norm).step()
+    param.grad = None
+
+
+def _errors(
+    exact: Exact,
+    loss: Tensor,
+    logits: Tensor,
+    norm: float,
+    gradients: Mapping[str, float],
+    steps: list[float],
+    replicas_equal: bool = True,
+) -> Errors:
+    counted = {
+        "loss": relative(loss, exact.loss),
+        "logits": relative(logits, exact.logits),
+        "gradients": largest(gradients.values()),
+        "grad_norm": relative(torch.tensor(norm), torch.tensor(exact.norm)),
+        "step": largest(steps),
+    }
+    return Errors(loss, counted, gradients, replicas_equal)
+
+
+def judge(got: Errors, exact: Exact, s: Settings) -> Verdict:
+    """Whether the split model's errors are what they may be."""
+    tolerance = {name: s.tolerance(exact.own.get(name, 0.0)) for name in got.counted}
     return Verdict(
-        ok=got.replicas_equal and all(error <= tolerance[name] for name, error in errors.items()),
+        ok=got.replicas_equal and not any(exceeds(error, tolerance[name]) for name, error in got.counted.items()),
         tp=s.tp,
         sequence_parallel=s.sequence_parallel,
         dtype=s.dtype,
         dropout=s.dropout,
-        loss=Loss(float(exact.loss), float(got.loss), errors["loss"]),
-        logits_rel_error=errors["logits"],
-        max_grad_rel_error=errors["gradients"],
-        grad_norm_rel_error=errors["grad_norm"],
-        step_rel_error=errors["step"],
+        loss=Loss(float(exact.loss), float(got.loss), got.counted["loss"]),
+        logits_rel_error=got.counted["logits"],
+        max_grad_rel_error=got.counted["gradients"],
+        grad_norm_rel_error=got.counted["grad_norm"],
+        step_rel_error=got.counted["step"],
         replicas_equal=got.replicas_equal,
         tolerance=tolerance,
-        parameters=tuple(Gradient(name, error) for name, error in gradients.items()),
+        parameters=tuple(Gradient(name, error) for name, error in got.gradients.items()),
     )
-
-
-def _errors(got: Step, want: Step) -> tuple[dict[str, float], dict[str, float]]:
-    """The relative errors of the gradients, by name; and those that count: of these the largest."""
-    least = SMALL_GRADIENT * max((float(grad.abs().max()) for grad in want.grads.values()), default=0.0)
-    names = [*want.grads, *(name for name in got.grads if name not in want.grads)]
-    gradients = {name: relative(*_pair(got.grads, want.grads, name), least) for name in names}
-    floats = [name for name, value in want.state.items() if value.is_floating_point() and value.numel()]
-    return gradients, {
-        "loss": relative(got.loss, want.loss),
-        "logits": relative(got.logits, want.logits),
-        "gradients": _largest(gradients.values()),
-        "grad_norm": relative(got.grad_norm, want.grad_norm),
-        "step": _largest(relative(*_pair(got.state, want.state, name)) for name in floats),
-    }
-
-
-def _largest(errors: Iterable[float]) -> float:
-    """The largest; one that is no number is larger than any."""
-    return max((error if error == error else math.inf for error in errors), default=0.0)
-
-
-def _pair(got: Mapping[str, Tensor], want: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """The two tensors of that name; one that is missing is zero."""
-    a, b = got.get(name), want.get(name)
-    there = b if a is None else a
-    if there is None:
-        raise KeyError(name)
-    return torch.zeros_like(there) if a is None else a, torch.zeros_like(there) if b is None else b
-
-
-def relative(got: Tensor, want: Tensor, least: float = 0.0) -> float:
-    """The largest difference over the largest wanted element, or over `least` if that is more."""
-    if got.shape != want.shape:
-        return math.inf
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).abs().max() / want.abs().max().clamp(min=max(least, 1e-30)))
-
-
-def _whole(logits: Tensor) -> Tensor:
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
-
-
-def _from_first(verdict: Verdict | None, every: DeviceMesh) -> Verdict:
-    """The first rank's verdict, on all ranks of the run."""
-    raw = b"" if verdict is None else pickle.dumps(verdict)
-    size = comm.exchange([len(raw)], every)[0][0]
-    letters = torch.tensor(list(raw.ljust(size, b"\0")), dtype=torch.uint8, device=comm.device(every))
-    return pickle.loads(bytes(comm.broadcast(letters[:size], every).tolist()))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
