@@ -49,6 +49,7 @@ ORDER = (
     "causes",
     "divergence",
     "verification",
+    "user_model",
     "traced",
     "report",
     "draw",

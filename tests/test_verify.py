@@ -87,6 +87,7 @@ def test_a_fault_is_found_and_every_rank_says_so(ranks: Any, fault: Any) -> None
     assert not found[0].ok and wrong(found[0]) == FAULTS[fault]
     assert found[0].replicas_equal == (fault is not drifted)
     if fault is half_a_gradient:
+        assert found[0].first_divergence.parameter == UP and found[0].first_divergence.ratio == pytest.approx(0.5)
         worst = max(found[0].parameters, key=lambda g: g.rel_error)
         assert worst.name == UP and worst.rel_error == pytest.approx(0.5)
 
@@ -99,7 +100,8 @@ def test_what_does_not_hold_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capf
     monkeypatch.setattr(cli, "verify_source", verify_faulty)
     assert cli.run(["verify", "--tp", "2"]) == 1
     out, err = capfd.readouterr()
-    assert out.startswith("DOES NOT HOLD") and UP in out and "colrow plan" in out and err == ""
+    assert out.startswith("DOES NOT HOLD") and "colrow plan" in out and err == ""
+    assert f"first divergence:\n  {UP}: its parameter gradient differs" in out and "0.5 times the right one" in out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

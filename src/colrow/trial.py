@@ -147,9 +147,8 @@ def forward(
     if isinstance(out, Tensor) and out.dim() == 0:  # a loss alone; without targets the same call may give logits
         if "targets" not in kwargs:
             return out, out.detach()
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            return out, _whole(model(**{name: x for name, x in kwargs.items() if name != "targets"}))
+        torch.manual_seed(seed)  # with gradients: without them short inputs take another path
+        return out, _whole(model(**{name: x for name, x in kwargs.items() if name != "targets"}).detach())
     if isinstance(out, Mapping) and out.get("loss") is not None:
         return out["loss"], _whole(first.detach())
     weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
