@@ -19,6 +19,9 @@ even send a token elsewhere, which no factor allows for."""
 FLOOR = 8.0
 """In units of the dtype's precision: one process may be exact by luck."""
 
+PIECE = 1 << 20
+"""Elements that are turned into doubles at a time."""
+
 Dtype = Literal["float64", "float32", "bfloat16"]
 
 
@@ -135,8 +138,10 @@ def relative(got: Tensor, want: Tensor, least: float = 0.0) -> float:
         return math.inf
     if not want.numel():
         return 0.0
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).abs().max() / want.abs().max().clamp(min=max(least, 1e-30)))
+    parts = zip(got.detach().flatten().split(PIECE), want.detach().flatten().split(PIECE), strict=True)
+    most = [torch.stack([(a.double() - b).abs().max(), b.abs().max()]) for a, b in ((a, b.double()) for a, b in parts)]
+    difference, size = torch.stack(most).amax(0)
+    return float(difference / size.clamp(min=max(least, 1e-30)))
 
 
 def exceeds(error: float, tolerance: float) -> bool:

@@ -24,7 +24,7 @@ from colrow.params import local_of, named_parts, unshard
 from colrow.state import clip_grad_norm_, replica_drift, sync_replicas
 from colrow.together import gather_objects
 from colrow.trial import Meshes, Source, Trial
-from colrow.verdict import Divergence, Gradient, Loss, Settings, Verdict, exceeds, largest, relative
+from colrow.verdict import PIECE, Divergence, Gradient, Loss, Settings, Verdict, exceeds, largest, relative
 
 SMALL_GRADIENT = 1e-3
 """A gradient smaller than this part of the model's largest is measured against that part: where the true one is zero (a
@@ -69,10 +69,11 @@ class Exact:
 
     def weight(self, value: Tensor, name: str) -> Tensor:
         """What the step makes of a weight, in double."""
-        param, grad = nn.Parameter(value.detach().double().clone()), self.grads.get(name)
-        param.grad = None if grad is None else grad.double()
-        take_step(param, self.norm)
-        return param.detach()
+        weight, grad = value.detach().double(), self.grads.get(name)
+        if grad is None:
+            return weight
+        parts = zip(weight.flatten().split(PIECE), grad.flatten().split(PIECE), strict=True)  # AdamW goes by elements
+        return torch.cat([_stepped(part, slope.double(), self.norm) for part, slope in parts]).view(weight.shape)
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,9 @@ def compare_whole(trial: Trial, exact: Exact) -> Errors:
     """One process, in the comparison's dtype."""
     model, batch = trial.whole(double=False)
     loss, logits = trial.run(model, batch)
-    norm, least = (
-        norm_of({name: local_of(p.grad) for name, p, _ in named_parts(model) if p.grad is not None}),
-        exact.least,
-    )
+    grads = [local_of(param.grad) for param in model.parameters() if param.grad is not None]
+    norm, least = float(nn.utils.get_total_norm(grads)), exact.least  # torch's own, with its own rounding
+    del grads
     gradients, steps = {}, []
     for name, param, split in named_parts(model):
         want = exact.weight(unshard(param, split), name)
@@ -187,6 +187,13 @@ def take_step(param: nn.Parameter, norm: float) -> None:
     rounding, the step would be a toss of a coin, so its eps is a small part of the gradients' norm."""
     torch.optim.AdamW([param], eps=SMALL_GRADIENT * norm).step()
     param.grad = None
+
+
+def _stepped(weight: Tensor, grad: Tensor, norm: float) -> Tensor:
+    param = nn.Parameter(weight.clone())
+    param.grad = grad
+    take_step(param, norm)
+    return param.detach()
 
 
 def _errors(
