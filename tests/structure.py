@@ -50,6 +50,7 @@ ORDER = (
     "divergence",
     "verification",
     "user_model",
+    "static",
     "traced",
     "report",
     "draw",
