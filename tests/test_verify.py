@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from torch import nn
 
 import colrow
 from colrow import cli, verification
+from colrow.model_options import VerifyOptions
 from colrow.models.tiny import tiny
 from colrow.params import local_of
-from colrow.source import OwnModel, Tiny, find
+from colrow.source import OwnModel, Saved, Tiny, find
 from colrow.verdict import EQUAL, Settings, Verdict, relative
 from colrow.verification import Errors, Exact, judge
+from test_finetune import save_model
 
 KEYS = {"ok", "tp", "sequence_parallel", "loss", "logits_rel_error", "max_grad_rel_error", "parameters"} | {
     "first_divergence", "grad_norm_rel_error", "step_rel_error", "replicas_equal", "dtype", "dropout", "tolerance",
@@ -45,6 +48,39 @@ def test_a_folder_for_people(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert cli.run(["verify", "--model", str(tmp_path), "--tp", "2"]) == 0
     out, err = capfd.readouterr()
     assert out.startswith("holds") and "score" not in err and "colrow verify" in out, (out, err)
+
+
+def test_a_text_of_ones_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, text = save_model(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("What is 2 plus 3? It is 5.")
+    losses = []
+    for more in ([], ["--text", str(text)]):
+        assert cli.run(["verify", "--model", str(folder), "--tp", "2", "--json", *more]) == 0
+        losses.append(json.loads(capfd.readouterr().out)["loss"]["reference"])
+    found: Any = Saved(folder)
+    model = found.build(dropout=0.0, seed=0).double()
+    ids = torch.tensor([found.tokenizer()(text.read_text())["input_ids"]])
+    assert losses[1] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5) != losses[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "content", "says"),
+    [
+        ("model", None, "--text text.txt: No such file or directory; a text file in UTF-8 is needed"),
+        ("model", b"\xff\xfe", "--text text.txt: it is not UTF-8"),
+        ("model", b"", "--text text.txt: 0 tokens; two are needed"),
+        ("llama", b"some text", "--model llama: it is built in, tiny and random, without a tokenizer"),
+    ],
+)
+def test_a_text_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, content: bytes | None, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("model"))
+    if content is not None:
+        Path("text.txt").write_bytes(content)
+    with pytest.raises(colrow.DataError, match=re.escape(says)):
+        VerifyOptions(model=model, text=Path("text.txt")).source()
 
 
 def scaled(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from colrow.models.tiny import randomize
 from colrow.verdict import Verdict
 from own import OwnModel, gpt, ids, own_plan
 from pool import mesh
+from test_pretrained import Peak
 
 
 def build() -> nn.Module:
@@ -95,3 +97,25 @@ DTYPES = {"a dtype": torch.float16}
 def test_what_one_rank_raises_all_do(ranks: Any, kind: str, says: str) -> None:
     errors = ranks(2).run(broken, kind, expect_errors=True, timeout=30)
     assert len({(error.type_name, error.message) for error in errors}) == 1 and says in errors[0].message, errors
+
+
+WIDTH, LAYERS = 768, 6
+
+
+def large() -> nn.Module:
+    return randomize(gpt(width=WIDTH, layers=LAYERS, heads=8, vocab=64))
+
+
+def most_memory() -> float:
+    """The most that this rank held, in copies of the model in fp32."""
+    with Peak() as peak:
+        verdict = colrow.verify(large, {"tokens": ids(1, 16)}, mesh(), dtype=torch.float32)
+    assert verdict.ok, verdict
+    return peak.bytes / (4 * 12 * WIDTH**2 * LAYERS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_it_never_holds_two_models_at_once(ranks: Any) -> None:
+    """One process in double, weights and gradients, are 4 copies; what builds a shard holds the whole beside it."""
+    first, second = ranks(2).run(most_memory, timeout=120)
+    assert 3.5 < first < 5.2 and 1 < second < 2.2, (first, second)

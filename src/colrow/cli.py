@@ -150,7 +150,7 @@ def run_verify(options: VerifyOptions) -> int:
     """`colrow verify`: the exit code says whether it holds."""
     options.check()
     check_ranks(options.tp)
-    model = source.find(options.model)
+    model = options.source()
     show = Show(talks=True, to_stderr=options.json)
     with show.working(f"{options.model} on {options.tp} ranks and on one"):
         verdict = launch(verify_source, model, options.settings(), ranks=options.tp, timeout=PATIENCE)

@@ -135,17 +135,17 @@ def _hooks(mesh: DeviceMesh) -> dict[Any, Callable[..., None]]:
         spmd.assert_type_like(outputs, x, {group: kinds[dst.name]})
 
     def linear(outputs: Tensor, *, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        spmd.assert_type(x, {group: spmd.R})
-        spmd.assert_type(shard, {group: spmd.V})
-        spmd.assert_type(weight, {group: spmd.V})
+        spmd.assert_type(x, {group: kinds["R"]})
+        spmd.assert_type(shard, {group: kinds["S"]})
+        spmd.assert_type(weight, {group: kinds["S"]})
         if bias is not None:
-            spmd.assert_type(bias, {group: spmd.V})
-        spmd.assert_type_like(outputs, weight, {group: spmd.V})
+            spmd.assert_type(bias, {group: kinds["S"]})
+        spmd.assert_type_like(outputs, weight, {group: kinds["S"]})
 
     def loss(outputs: Tensor, *, logits: Tensor, target: Tensor) -> None:
-        spmd.assert_type(logits, {group: spmd.V})
-        spmd.assert_type(target, {group: spmd.I})
-        spmd.assert_type_like(outputs, target, {group: spmd.I})
+        spmd.assert_type(logits, {group: kinds["S"]})
+        spmd.assert_type(target, {group: kinds["I"]})
+        spmd.assert_type_like(outputs, target, {group: kinds["I"]})
 
     return {Move: move, _RegatheringLinear: linear, _VocabLoss: loss}
 
