@@ -19,28 +19,20 @@ from colrow.linear import RowLinear
 from colrow.params import local_of
 from colrow.places import End, Place, Point
 from colrow.region import Block, Region
-from colrow.verdict import Where, relative
+from colrow.verdict import Where, largest, relative
 
 NEAR = 1e-3
 """How well a trace must fit, as a part of the tensor's largest element."""
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """A tensor that differs.
-
-    Attributes:
-        want, got: what one process has, and what the ranks' shares make up.
-        point, end, gradient: where it is.
-    """
+class Traces:
+    """A tensor that differs: what one process has, what the ranks hold, and what that makes up."""
 
     want: Tensor
     got: Tensor
     shares: Sequence[Tensor]
     place: Place
-    point: Point
-    end: End
-    gradient: bool
 
     @property
     def ranks(self) -> int:
@@ -51,8 +43,21 @@ class Evidence:
         """Whether ranks differ where they must hold the same."""
         return self.place.kind == "same" and any(relative(share, self.shares[0]) > 0 for share in self.shares)
 
+    @property
+    def error(self) -> float:
+        """The largest of any rank."""
+        return largest(relative(x, self.want) for x in (self.shares if self.place.kind == "same" else [self.got]))
+
     def fits(self, trial: Tensor) -> bool:
         return relative(trial, self.want) <= NEAR
+
+
+@dataclass(frozen=True)
+class Evidence(Traces):
+    """A tensor that differs at one end of a module."""
+
+    point: Point
+    end: End
 
 
 Cause = tuple[Where, str, float | None]
@@ -107,7 +112,7 @@ def of_value(e: Evidence) -> Cause:
     return "output", f"Its input is right, and its output is not: look at the slices of its weight (a {kind}).", None
 
 
-def of_parameter(e: Evidence) -> Cause:
+def of_parameter(e: Traces) -> Cause:
     """Why a parameter at rest differs from the whole model's, before any step."""
     if e.unequal:
         odd = [rank for rank, share in enumerate(e.shares) if relative(share, e.want) > 0]
@@ -119,7 +124,7 @@ def of_parameter(e: Evidence) -> Cause:
     return "parameter", "The ranks hold other values than the whole model: look at how it was loaded or split.", None
 
 
-def of_parameter_gradient(e: Evidence) -> Cause:
+def of_parameter_gradient(e: Traces) -> Cause:
     """Why a parameter's gradient differs, where all gradients of activations are right."""
     found = unsummed(e) or multiplied(e.got, e.want, e.ranks) or reordered(e.got, e.want, e.place.dim)
     said = "What reaches the module is right: look at how it reads the parameter, local(param, grad=...)."
@@ -129,7 +134,7 @@ def of_parameter_gradient(e: Evidence) -> Cause:
 Reason = tuple[str, float | None]
 
 
-def unsummed(e: Evidence) -> Reason | None:
+def unsummed(e: Traces) -> Reason | None:
     """Each rank has its own term of what should be their sum."""
     if not e.unequal or not e.fits(torch.stack(list(e.shares)).sum(0)):
         return None
@@ -175,7 +180,7 @@ def reordered(got: Tensor, want: Tensor, dim: int = -1) -> Reason | None:
     return "It has the right entries in the wrong order: a fused layer is cut as if its pieces lay otherwise.", None
 
 
-def _missing_sum(e: Evidence, bias: Tensor | None) -> Reason | None:
+def _missing_sum(e: Traces, bias: Tensor | None) -> Reason | None:
     """Each rank has its own term of the output."""
     if not e.unequal:
         return None
@@ -185,7 +190,7 @@ def _missing_sum(e: Evidence, bias: Tensor | None) -> Reason | None:
     return None
 
 
-def _biases(e: Evidence, bias: Tensor | None) -> Reason | None:
+def _biases(e: Traces, bias: Tensor | None) -> Reason | None:
     """The bias counts more than once."""
     if bias is None:
         return None
@@ -202,7 +207,7 @@ def _bias(module: nn.Module) -> Tensor | None:
     return None if found is None else local_of(found).detach()
 
 
-def _masks(e: Evidence) -> str:
+def _masks(e: Traces) -> str:
     masks = [share == 0 for share in e.shares]
     alike = e.place.kind == "parts" and all(m.shape == masks[0].shape and bool((m == masks[0]).all()) for m in masks)
     if alike and e.ranks > 1:

@@ -6,20 +6,20 @@ gradients of parameters. The step is taken again for it, as often as its tensors
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from colrow import causes, places
-from colrow.causes import Evidence
+from colrow.causes import Cause, Evidence, Traces
 from colrow.params import local_of, named_parts, unshard
-from colrow.places import Point, points
+from colrow.places import Place, Point, points
 from colrow.recording import Chunk, Key, Recorder, gather_shares
 from colrow.together import gather_objects
 from colrow.trial import Trial
-from colrow.verdict import Divergence, Gradient, Settings, exceeds, relative
+from colrow.verdict import Divergence, Gradient, Settings, exceeds, largest, relative
 
 BUDGET: Final = 1 << 30
 """Bytes of one process's tensors that are held at a time."""
@@ -36,7 +36,7 @@ def first_divergence(trial: Trial, gradients: Sequence[Gradient], budget: int = 
     where, found = _weights(trial)
     found = found or _activations(trial, where, budget)
     if found is None and gradients:
-        found = _gradient_of(trial, where, gradients[-1].name)
+        found = _gradient_of(trial, gradients[-1].name)
     return found
 
 
@@ -53,21 +53,13 @@ def _weights(trial: Trial) -> tuple[dict[str, Point], Divergence | None]:
         want = named.pop(name, None)
         if shares is None or want is None or found is not None:
             continue
-        place = places.of_parameter(split)
-        evidence = Evidence(
-            want, place.join(shares, want, add=False), shares, place, _owner(model, name), "output", False
-        )
-        error = max(
-            relative(evidence.got, want), *(relative(share, shares[0]) for share in shares if evidence.unequal), 0.0
-        )
-        if error > 0:
-            found = Divergence(_module(name), *_in_order(causes.of_parameter(evidence), error), name)
+        found = _of_parameter(name, want, shares, places.of_parameter(split), causes.of_parameter)
     return points(model), gather_objects(found, trial.meshes.every)[0]
 
 
 def _activations(trial: Trial, where: Mapping[str, Point], budget: int) -> Divergence | None:
     """The first output, or gradient of one, that differs."""
-    start, largest = 0, {False: 0.0, True: 0.0}
+    start, scale = 0, {False: 0.0, True: 0.0}  # of values, and of gradients
     while True:
         want: dict[Key, Tensor] = {}
         own: dict[Key, Tensor] = {}
@@ -87,10 +79,8 @@ def _activations(trial: Trial, where: Mapping[str, Point], budget: int) -> Diver
                 if found is not None or shares is None or key not in want:
                     continue
                 exact = want.pop(key)
-                largest[key[3]] = max(largest[key[3]], float(exact.abs().max()) if exact.numel() else 0.0)
-                found = _judge(
-                    key, shares, exact, own.get(key), now[key[0]], trial.settings, largest[key[3]] * SMALLEST
-                )
+                scale[key[3]] = max(scale[key[3]], float(exact.abs().max()) if exact.numel() else 0.0)
+                found = _judge(key, shares, exact, own.get(key), now[key[0]], trial.settings, scale[key[3]] * SMALLEST)
         found = gather_objects(found, trial.meshes.every)[0]
         if found is not None:
             return found
@@ -123,16 +113,16 @@ def _judge(
     place = places.place(point, end, [tuple(share.shape) for share in shares], tuple(want.shape), gradient=gradient)
     if place is None:
         return None
-    want = place.whole(want)
+    want, shares = place.whole(want), [share.double() for share in shares]
     got = place.join(shares, want, add=gradient)
-    error = max(relative(share, want, least) for share in (shares if place.kind == "same" else [got]))
+    error = largest(relative(share, want, least) for share in (shares if place.kind == "same" else [got]))
     if not exceeds(error, s.tolerance(0.0 if own is None else relative(place.whole(own), want, least))):
         return None
-    evidence = Evidence(want, got, shares, place, point, end, gradient)
-    return Divergence(name, *_in_order((causes.of_gradient if gradient else causes.of_value)(evidence), error))
+    evidence = Evidence(want, got, shares, place, point, end)
+    return _said(name, (causes.of_gradient if gradient else causes.of_value)(evidence), error)
 
 
-def _gradient_of(trial: Trial, where: Mapping[str, Point], name: str) -> Divergence | None:
+def _gradient_of(trial: Trial, name: str) -> Divergence | None:
     """Why the gradient of one parameter differs."""
     want: Tensor | None = None
     with trial.alike():
@@ -146,35 +136,31 @@ def _gradient_of(trial: Trial, where: Mapping[str, Point], name: str) -> Diverge
             del model
     model, batch = trial.parted()
     trial.run(model, batch)
-    found = None
+    found = Divergence(_module(name), "parameter gradient", 1.0, "It has no gradient on one side.", None, name)
     for at, param, split in named_parts(model):
-        if at == name:
-            grad = param.grad
-            shares = gather_shares(None if grad is None else local_of(grad), trial.meshes.tp)
-            partial = isinstance(grad, DTensor) and isinstance(grad.placements[-1], Partial)
+        if at != name:
+            continue
+        grad = param.grad
+        shares = gather_shares(None if grad is None else local_of(grad), trial.meshes.tp)
+        partial = isinstance(grad, DTensor) and isinstance(grad.placements[-1], Partial)
+        if shares is not None and want is not None:
             place = places.of_parameter(split, partial=partial)
-            if shares is None or want is None:
-                found = Divergence(
-                    _module(name), "parameter gradient", 1.0, "It has no gradient on one side.", None, name
-                )
-                continue
-            evidence = Evidence(
-                want, place.join(shares, want, add=False), shares, place, _owner(model, name), "output", True
-            )
-            error = max(relative(share, want) for share in (shares if place.kind == "same" else [evidence.got]))
-            found = Divergence(_module(name), *_in_order(causes.of_parameter_gradient(evidence), error), name)
+            found = _of_parameter(name, want, shares, place, causes.of_parameter_gradient)
     return gather_objects(found, trial.meshes.every)[0]
 
 
-def _in_order(cause: causes.Cause, error: float) -> tuple[causes.Where, float, str, float | None]:
-    """The fields of a Divergence after its module."""
-    where, said, ratio = cause
-    return where, error, said, ratio
+def _of_parameter(
+    name: str, want: Tensor, shares: list[Tensor], place: Place, why: Callable[[Traces], Cause]
+) -> Divergence | None:
+    """How a parameter, or its gradient, differs; None if it does not."""
+    found = Traces(want, place.join(shares, want, add=False), shares, place)
+    return _said(_module(name), why(found), found.error, name) if found.error else None
+
+
+def _said(module: str, cause: Cause, error: float, parameter: str | None = None) -> Divergence:
+    where, why, ratio = cause
+    return Divergence(module, where, error, why, ratio, parameter)
 
 
 def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-def _owner(model: nn.Module, parameter: str) -> Point:
-    return Point(model, None, (), ())

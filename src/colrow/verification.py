@@ -108,10 +108,14 @@ def explain(trial: Trial, verdict: Verdict) -> Divergence:
     found = first_divergence(trial, wrong)
     if found is not None:
         return found
-    errors = {"step": verdict.step_rel_error, "grad_norm": verdict.grad_norm_rel_error, "loss": verdict.loss.rel_error}
+    errors = {"gradients": verdict.max_grad_rel_error, "step": verdict.step_rel_error, "loss": verdict.loss.rel_error}
+    errors |= {"logits": verdict.logits_rel_error, "grad_norm": verdict.grad_norm_rel_error}
     name = next((name for name, error in errors.items() if exceeds(error, verdict.tolerance[name])), "replicas")
-    said = f"No module's weight, output or gradient differs by itself; {name} does, at the end of the step."
-    return Divergence("", "step", errors.get(name, 0.0), said)
+    if verdict.dtype == "float64" or name == "replicas":
+        said = f"No module's weight, output or gradient differs by itself; {name}, seen after the step, does."
+        return Divergence("", "step", errors.get(name, 0.0), said)
+    said = f"No module differs by more than rounding in {verdict.dtype} explains: {name} may have gathered it."
+    return Divergence("", "rounding", errors[name], said)
 
 
 def exact_step(trial: Trial) -> Exact:
