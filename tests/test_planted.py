@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import colrow
-from colrow import I, P, R
+from colrow import HEADS, KV_HEADS, Column, I, P, Plan, R
 from colrow.context import current, gather, leave
 from colrow.divergence import first_divergence
 from colrow.dropout import drop
@@ -82,12 +82,17 @@ class Fault:
     ranks: int = 2
     sequence_parallel: bool = True
     dropout: float = 0.0
+    plan: Plan | None = None
 
     def split(self, model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
         whole = {name: param.detach().clone() for name, param in model.named_parameters()}
-        split = colrow.parallelize(model, mesh, **options)
+        split = colrow.parallelize(model, mesh, options.pop("plan", self.plan), **options)
         self.plant(split, whole)
         return split
+
+
+def nothing(model: nn.Module, whole: Any) -> None:
+    """The plan is the fault."""
 
 
 def no_f(model: nn.Module, whole: Any) -> None:
@@ -190,6 +195,7 @@ def same_masks(name: str) -> Callable[[nn.Module, Any], None]:
 
 Q_NORM, GATE, V, QKV = "layers.1.attn.q_norm", "layers.0.ff.gate", "layers.0.attn.v", "blocks.0.attention.qkv"
 DROP, HEADS_DROP, GRADIENT = "blocks.1.drop", "blocks.0.attention.drop", "parameter gradient"
+WRONG = Plan({"blocks.*.attention.qkv": Column(KV_HEADS, KV_HEADS, HEADS)})
 FAULTS = {
     "1 no f": Fault(no_f, "blocks.1.attention", "input gradient", "not summed", sequence_parallel=False),
     "1 no f, SP": Fault(gathers_to_i, "blocks.1.mlp", "input gradient", "f, which sums"),
@@ -206,6 +212,7 @@ FAULTS = {
     "8 shifted mask": Fault(shifted_mask, "token", "output", "shifted"),
     "9 swapped": Fault(swapped, "blocks.1.mlp.gate_up", "parameter", "halves are swapped"),
     "10 fused order": Fault(cut_in_a_row, QKV, "parameter", "wrong order"),
+    "10 declared order": Fault(nothing, "blocks.0.attention.out", "input", "pieces of a fused layer", plan=WRONG),
     "11 stale": Fault(stale, "blocks.1.norm_1", "replicas", "ranks [1] hold other values"),
     "12 same masks": Fault(same_masks(DROP), DROP, "dropout mask", "masks are equal", dropout=0.3),
     "12 same masks, heads": Fault(same_masks(HEADS_DROP), HEADS_DROP, "dropout mask", "masks are equal", dropout=0.3),
