@@ -103,7 +103,22 @@ def drifted(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return split
 
 
+def noisy(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+    split = colrow.parallelize(model, mesh, **options)
+    with torch.no_grad():
+        mine = local_of(split.get_parameter(UP))
+        mine.add_(1e-6 * torch.randn(mine.shape, generator=torch.Generator().manual_seed(1), dtype=mine.dtype))
+    return split
+
+
+CAUSES = {
+    scaled: (WEIGHT, "parameter", "It is 1.000001 times the right one"),
+    half_a_gradient: (UP, "parameter gradient", "It is 1/2 of the right one"),
+    drifted: (WEIGHT, "replicas", "ranks [1] hold other values"),
+    noisy: (UP, "parameter", "look at how it was loaded or split"),
+}
 FAULTS = {
+    noisy: {"loss", "logits", "gradients", "grad_norm", "step"},
     scaled: {"loss", "logits", "gradients", "grad_norm", "step"},
     half_a_gradient: {"gradients", "grad_norm", "step"},
     drifted: set(),
@@ -122,8 +137,12 @@ def test_a_fault_is_found_and_every_rank_says_so(ranks: Any, fault: Any) -> None
     assert found[0] == found[1], "the first rank's verdict is everyone's"
     assert not found[0].ok and wrong(found[0]) == FAULTS[fault]
     assert found[0].replicas_equal == (fault is not drifted)
+    first, (parameter, where, cause) = found[0].first_divergence, CAUSES[fault]
+    assert (first.parameter, first.where) == (parameter, where) and cause in first.cause, first
+    keys = {"module", "where", "rel_error", "cause", "ratio", "parameter"}
+    assert found[0].as_json()["first_divergence"].keys() == keys, "scripts read them"
     if fault is half_a_gradient:
-        assert found[0].first_divergence.parameter == UP and found[0].first_divergence.ratio == pytest.approx(0.5)
+        assert first.ratio == pytest.approx(0.5)
         worst = max(found[0].parameters, key=lambda g: g.rel_error)
         assert worst.name == UP and worst.rel_error == pytest.approx(0.5)
 

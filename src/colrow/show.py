@@ -94,7 +94,7 @@ class Show:
         """Where the split model leaves the whole one, and why."""
         self.line("\nfirst divergence:", style="bold")
         of = found.parameter or found.module or "the model"
-        times = "" if found.ratio is None else f", {found.ratio:.4g} times the right one"
+        times = "" if found.ratio is None else f", {found.ratio:.7g} times the right one"
         self.line(
             f"  {of}: its {found.where} differs" if found.where != "replicas" else f"  {of}: the ranks' replicas differ"
         )
