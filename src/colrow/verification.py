@@ -7,7 +7,7 @@ of sums explains.
 
 Memory, in copies of the model in the comparison's dtype, over all ranks of one degree t: about t + 2 (in float32 the
 step in double takes 4), and some more of the largest tensor. Gradients and weights are compared one at a time. To find
-where a model that does not hold differs takes about as much again of the largest tensor.
+where a model that does not hold differs takes some twenty times the largest tensor in double, on top.
 """
 
 from __future__ import annotations
