@@ -14,58 +14,26 @@ from typing import Any
 import pytest
 import spmd_types as spmd
 import torch
-from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colrow import ColumnLinear, I, P, R, RowLinear, S, VocabEmbedding, VocabHead, linear, local, loss, move, moves
+from colrow import ColumnLinear, I, P, R, RowLinear, S, VocabEmbedding, VocabHead, local, move
 from colrow import vocab_cross_entropy as cross_entropy
 from colrow.layout import Layout
+from colrow.static import following, typed
 from pool import mesh
 
-TYPES: dict[str, Any] = {"R": spmd.R, "I": spmd.I, "P": spmd.P, "S": spmd.V}
-
-
-def _at(kind: Any) -> Any:
-    return {mesh().get_group(): kind}
-
-
-def _move(outputs: Tensor, *, x: Tensor, src: Layout, dst: Layout) -> None:
-    spmd.assert_type(x, _at(TYPES[src.name]))
-    spmd.assert_type_like(outputs, x, _at(TYPES[dst.name]))
-
-
-def _linear(outputs: Tensor, *, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    spmd.assert_type(x, _at(spmd.R))
-    spmd.assert_type(shard, _at(spmd.V))
-    spmd.assert_type(weight, _at(spmd.V))
-    if bias is not None:
-        spmd.assert_type(bias, _at(spmd.V))
-    spmd.assert_type_like(outputs, weight, _at(spmd.V))
-
-
-def _loss(outputs: Tensor, *, logits: Tensor, target: Tensor) -> None:
-    spmd.assert_type(logits, _at(spmd.V))
-    spmd.assert_type(target, _at(spmd.I))
-    spmd.assert_type_like(outputs, target, _at(spmd.I))
+TYPES: dict[Any, Layout] = {spmd.I: I, spmd.V: S(0)}
 
 
 @contextmanager
 def _checking() -> Iterator[Any]:
-    hooks = {moves.Move: _move, linear._RegatheringLinear: _linear, loss._VocabLoss: _loss}
-    for function, hook in hooks.items():
-        setattr(function, "spmd_typecheck", staticmethod(hook))  # noqa: B010
-    try:
-        with spmd.set_current_mesh(mesh()), typecheck():
-            yield mesh().get_group()
-    finally:
-        for function in hooks:
-            delattr(function, "spmd_typecheck")
+    with following(mesh()):
+        yield mesh().get_group()
 
 
 def _typed(x: Tensor, kind: Any) -> Tensor:
-    spmd.assert_type(x, _at(kind))
-    return x
+    return typed(x, TYPES[kind], mesh())
 
 
 def _kind(x: Tensor) -> str:

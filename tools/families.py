@@ -23,7 +23,9 @@ from colrow.comm import is_rank_zero
 from colrow.errors import ColrowError
 from colrow.launch import launch
 from colrow.models import tiny
-from colrow.verify import EQUAL, Meshes, Settings, Verdict, compare
+from colrow.trial import Meshes
+from colrow.verdict import EQUAL, Settings, Verdict
+from colrow.verification import compare
 
 DEGREES = (2, 3, 4)
 DIVIDE: dict[str, Any] = {

@@ -57,3 +57,5 @@ from colrow.state import full_state_dict as full_state_dict
 from colrow.state import replica_drift as replica_drift
 from colrow.state import seed as seed
 from colrow.state import sync_replicas as sync_replicas
+from colrow.static import check as check
+from colrow.user_model import verify as verify

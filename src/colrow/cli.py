@@ -28,7 +28,7 @@ from colrow.report import watch
 from colrow.show import Show
 from colrow.show_trace import show_trace
 from colrow.train import train
-from colrow.verify import verify
+from colrow.verification import verify_source
 
 DESCRIPTION = """Tensor and sequence parallelism in plain PyTorch.
 
@@ -158,10 +158,10 @@ def run_verify(options: VerifyOptions) -> int:
     """`colrow verify`: the exit code says whether it holds."""
     options.check()
     check_ranks(options.tp)
-    model = source.find(options.model)
+    model = options.source()
     show = Show(talks=True, to_stderr=options.json)
     with show.working(f"{options.model} on {options.tp} ranks and on one"):
-        verdict = launch(verify, model, options.settings(), ranks=options.tp, timeout=PATIENCE)
+        verdict = launch(verify_source, model, options.settings(), ranks=options.tp, timeout=PATIENCE)
     if verdict is None:  # under torchrun the first rank speaks
         return 0
     if options.json:

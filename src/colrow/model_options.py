@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,8 +14,9 @@ from colrow.errors import DataError
 from colrow.models import GPT
 from colrow.options import TrainOptions, refuse_given
 from colrow.report import Watching
-from colrow.source import OWN, OwnModel, find
-from colrow.verify import Settings
+from colrow.source import OWN, OwnModel, find, find_language_model
+from colrow.trial import Source
+from colrow.verdict import Settings
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class VerifyOptions:
     """Prove that a split equals one process: loss, logits, every gradient and the weights after a step, at any --tp.
 
     It starts its own ranks, on the CPU, or runs under torchrun. Exit code: 0 holds, 1 does not hold, 2 wrong use. Begin
-    with colrow verify --model llama --tp 3; then give a folder of yours.
+    with colrow verify --model llama --tp 3; then give a folder of yours. What does not hold is traced to the first
+    module that differs, and its likely cause. In memory it takes tp + 2 copies of the model, in --dtype.
     """
 
     model: str = OWN
@@ -41,6 +43,8 @@ class VerifyOptions:
     the same."""
     seed: int = 0
     """Rules random weights, the batch and dropout."""
+    text: Path | None = None
+    """A text file: its first 256 tokens, by the folder's tokenizer, are the batch. Without it: random tokens."""
     verbose: bool = False
     """Show the gradient of every parameter, not the worst few."""
     json: bool = False
@@ -51,6 +55,14 @@ class VerifyOptions:
         _check_tp(self.tp)
         if not (math.isfinite(self.dropout) and 0 <= self.dropout < 1):
             raise DataError("--dropout", str(self.dropout), "a probability below 1 is needed", "Give 0.1, say")
+
+    def source(self) -> Source:
+        """Raises: DataError: there is no such model, or no text of it can be read."""
+        if self.text is None:
+            return find(self.model)
+        found = replace(find_language_model(self.model), text=self.text)
+        found.read()
+        return found
 
     def settings(self) -> Settings:
         return Settings(self.tp, self.sequence_parallel, self.dtype, self.dropout, self.seed)

@@ -26,7 +26,7 @@ from colrow.picture import picture
 from colrow.resolve import resolve
 from colrow.resolved import Resolved
 from colrow.traced import Kept, Kind, Layer, Message, Padding, Part, Trace, Way
-from colrow.verify import Meshes
+from colrow.trial import Meshes
 
 
 class Source(Protocol):

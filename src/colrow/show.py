@@ -13,7 +13,7 @@ from rich.text import Text
 from colrow.figures import size, table
 from colrow.models.tiny import Family
 from colrow.plan_report import PlanReport
-from colrow.verify import Verdict
+from colrow.verdict import Divergence, Verdict
 
 WORST = 5
 """Gradients that a verdict shows, unless it is asked for all."""
@@ -77,6 +77,8 @@ class Show:
         rows = [("", "rel. error", "may be", "")]
         rows += [(name, f"{error:.1e}", f"{v.tolerance[name]:.1e}", note) for name, (error, note) in found.items()]
         self.table([*rows, ("replicas", "equal" if v.replicas_equal else "DIFFER", "equal", "bit for bit")])
+        if v.first_divergence is not None:
+            self._divergence(v.first_divergence)
         ordered = sorted(v.parameters, key=lambda g: g.rel_error if g.rel_error == g.rel_error else float("inf"))
         shown = v.parameters if verbose else ordered[::-1][:WORST]
         title = "gradient of" if verbose else "worst gradients"
@@ -85,6 +87,17 @@ class Show:
         self.line("\nnext:", style="bold")
         for line in _next_steps(model, v):
             self.line(f"  {line}")
+
+    def _divergence(self, found: Divergence) -> None:
+        """Where the split model leaves the whole one, and why."""
+        self.line("\nfirst divergence:", style="bold")
+        of = found.parameter or found.module or "the model"
+        times = "" if found.ratio is None else f", {found.ratio:.7g} times the right one"
+        self.line(
+            f"  {of}: its {found.where} differs" if found.where != "replicas" else f"  {of}: the ranks' replicas differ"
+        )
+        self.line(f"  relative error {found.rel_error:.1e}{times}")
+        self.line(f"  {found.cause}")
 
     def families(self, known: Iterable[tuple[str, Family]], aliases: Mapping[str, str]) -> None:
         """One line a family: its name, what is particular to it, and the classes it is known in."""
@@ -154,10 +167,12 @@ def _next_steps(model: str, v: Verdict) -> list[str]:
     if v.ok:
         tp = f"colrow verify --model {model} --tp {v.tp + 1}"
         return [f"{tp:<44}  another degree", 'colrow.parallelize(model, mesh["tp"])         split it in your own code']
-    steps = [f"colrow plan --model {model} --tp {v.tp}    the rule of each parameter: look at those of the worst"]
-    again = f"colrow verify --model {model} --tp {v.tp}"
+    again, found = f"colrow verify --model {model} --tp {v.tp}", v.first_divergence
+    at = f"the rule of {found.module} and of its neighbours" if found and found.module else "the rule of each parameter"
+    steps = [(f"colrow plan --model {model} --tp {v.tp}", at)]
     if v.dtype != "float64":
-        return [f"{again}    in float64: whether it is rounding or a fault", *steps]
-    if v.sequence_parallel:
-        steps.append(f"{again} --no-sequence-parallel    whether sequence parallelism is at fault")
-    return steps
+        steps.insert(0, (again, "in float64: whether it is rounding or a fault"))
+    elif v.sequence_parallel:
+        steps.append((f"{again} --no-sequence-parallel", "whether sequence parallelism is at fault"))
+    width = max(len(command) for command, _ in steps)
+    return [f"{command:<{width}}    {why}" for command, why in steps]

@@ -30,6 +30,8 @@ Shape = tuple[int, int]
 """Of a batch: rows, and tokens in each."""
 OWN = "gpt"
 """The name of colrow's own model."""
+TEXT_TOKENS = 256
+"""Tokens that are made of a text at most."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,10 @@ class Tiny:
 
 @dataclass(frozen=True)
 class Saved:
-    """A folder as `save_pretrained` writes it, or a config.json alone."""
+    """A folder as `save_pretrained` writes it, or a config.json alone; `text` is a file to make a batch of."""
 
     path: Path
+    text: Path | None = None
 
     def build(self, *, dropout: float, seed: int) -> nn.Module:
         config = tiny.set_dropout(self._config(), dropout)
@@ -88,7 +91,29 @@ class Saved:
         return tiny.same_dropout(model, dropout)
 
     def batch(self, model: nn.Module, *, seed: int, shape: Shape | None = None) -> dict[str, Tensor]:
-        return tiny.batch(model, seed, shape)
+        if self.text is None:
+            return tiny.batch(model, seed, shape)
+        ids = self.read().to(next(model.parameters()).device)
+        return {"input_ids": ids, "labels": ids}
+
+    def read(self) -> Tensor:
+        """The first tokens of the text, (1, n): `TEXT_TOKENS` at most, and no more than the model takes.
+
+        Raises:
+            DataError: no text can be read, or too little.
+        """
+        where, tokenizer = f"--text {self.text}", self.tokenizer()
+        try:
+            content = self.text.read_text("utf-8") if self.text is not None else ""
+        except (OSError, UnicodeDecodeError) as error:
+            said = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise DataError(where, said, "a text file in UTF-8 is needed", "Give another file") from error
+        found = tokenizer(content)["input_ids"][: min(TEXT_TOKENS, self.positions or TEXT_TOKENS)]
+        if len(found) < 2:
+            raise DataError(where, f"{len(found)} tokens", "two are needed, to predict one", "Give more text")
+        ids = torch.tensor([found])
+        self.require_known(ids, tokenizer)
+        return ids
 
     def on_meta(self) -> nn.Module:
         """The model without memory, in its config's dtype."""
