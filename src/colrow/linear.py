@@ -22,7 +22,7 @@ from colrow.gradients import Watched
 from colrow.layout import I, Layout, P, R, S, check_layout, check_mesh, chunk_sizes
 from colrow.moves import forget_shard, move, shard_of
 from colrow.params import read
-from colrow.recompute import Recipe, recipe_of
+from colrow.recompute import recipe_of
 from colrow.split import Piece, Split
 
 
@@ -172,11 +172,9 @@ def regathering_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     if source is None:
         return lean_linear(x, weight, bias)
     node, shard = source
-    again: Regather = getattr(node, "again", None) or Regather(node.mesh, node.src, node.sizes, recipe_of(shard))
-    node.again = again
+    node.again = again = getattr(node, "again", None) or Regather(node.mesh, node.src, node.sizes, shard)
     again.users += 1
-    kept = (shard,) if again.recipe is None else again.recipe.kept
-    return _LeanLinear.apply(x, weight, bias, again, *kept)
+    return _LeanLinear.apply(x, weight, bias, again, *again.kept)
 
 
 def lean_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -184,15 +182,16 @@ def lean_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     recipe = recipe_of(x) if weight.requires_grad else None
     if recipe is None:
         return F.linear(x, weight, bias)
-    recipe.users += 1
-    return _LeanLinear.apply(x, weight, bias, recipe, *recipe.kept)
+    again, kept = recipe.for_one_more(x)
+    return _LeanLinear.apply(x, weight, bias, again, *kept)
 
 
 class Regather:
     """One second gather in backward for all column layers that share the first (q, k and v, say)."""
 
-    def __init__(self, mesh: DeviceMesh, src: S, sizes: tuple[int, ...], recipe: Recipe | None) -> None:
-        self.mesh, self.src, self.sizes, self.recipe = mesh, S(src.dim, size=sizes), sizes, recipe
+    def __init__(self, mesh: DeviceMesh, src: S, sizes: tuple[int, ...], shard: Tensor) -> None:
+        self.mesh, self.src, self.sizes, recipe = mesh, S(src.dim, size=sizes), sizes, recipe_of(shard)
+        self.make, self.kept = ((lambda kept: kept), (shard,)) if recipe is None else recipe.for_one_more(shard)
         self.users = self.served = 0
         self.whole: Tensor | None = None
 
@@ -209,8 +208,7 @@ class Regather:
         return whole
 
     def _gather(self, *kept: Tensor) -> Tensor:
-        shard = kept[0] if self.recipe is None else self.recipe.once(*kept)
-        return move(shard, self.mesh, src=self.src, dst=R).flatten(0, -2)
+        return move(self.make(*kept), self.mesh, src=self.src, dst=R).flatten(0, -2)
 
 
 class _LeanLinear(torch.autograd.Function):

@@ -22,7 +22,7 @@ from colrow.gradients import Watched
 from colrow.layout import I, Layout, R
 from colrow.moves import move
 from colrow.params import read
-from colrow.recompute import Again, note
+from colrow.recompute import Recomputed, note
 
 
 class SplitModule(Watched):
@@ -115,8 +115,8 @@ class Replicated(SplitModule):
         def make(x: Tensor, *params: Tensor) -> Tensor:
             return self.origin.forward(self._seen_with(dict(zip(mine, params, strict=True))), x)
 
-        keeps_little = self.origin.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)  # by torch's own node
-        y = make(x, *mine.values()) if keeps_little else Again.apply(make, x, *mine.values())
+        keeps_little = self.origin.forward is nn.LayerNorm.forward  # by torch's own node
+        y = make(x, *mine.values()) if keeps_little else Recomputed.apply(make, x, *mine.values())
         return note(y, make, x, *mine.values())
 
 

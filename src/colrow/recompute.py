@@ -20,9 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from colrow.moves import move
 from colrow.precision import KeepDouble
 
 Make = Callable[..., Tensor]
+_PASSING: Final = ("ViewBackward0", "UnsafeViewBackward0", "MoveBackward", "BackwardHookFunctionBackward")
+"""Nodes through which a tensor stays what it is; of moves, those that send nothing."""
 
 
 class Recipe:
@@ -30,7 +33,7 @@ class Recipe:
 
     def __init__(self, y: Tensor, make: Make, kept: tuple[Tensor, ...]) -> None:
         self.kept, self._make, self._version = kept, make, y._version
-        self._shape, self._as_then = y.shape, _as_now(y.device.type)
+        self._shape, self._node, self._as_then = y.shape, y.grad_fn, _as_now(y.device.type)
         self.users = self._served = 0
         self._made: Tensor | None = None
 
@@ -39,10 +42,28 @@ class Recipe:
         whole = x.is_contiguous() and x.storage_offset() == 0 and x.numel() == self._shape.numel()
         return whole and x._version == self._version
 
-    def __call__(self, *kept: Tensor) -> Tensor:
+    def for_one_more(self, x: Tensor) -> tuple[Make, tuple[Tensor, ...]]:
+        """Who makes x in backward, and what is to be kept for that.
+
+        If x is made of `kept` by the graph, through moves that change nothing but the gradient's layout, second
+        derivatives find the same way. A copy of x that was cut from the graph, as checkpointing makes one, has none.
+        """
+        self.users += 1
+        moves, node = [], x.grad_fn
+        while node is not None and node is not self._node and node.name() in _PASSING:
+            moves += [node] if node.name() == "MoveBackward" else []
+            node = node.next_functions[0][0]
+        if node is None or node is not self._node:
+            return self, tuple(tensor.detach() for tensor in self.kept)
+        return (lambda *kept: self(*kept, moves=moves)), self.kept
+
+    def __call__(self, *kept: Tensor, moves: Sequence[Any] = ()) -> Tensor:
         """The tensor, (..., its last dimension): made for the first user, let go with the last."""
         if torch.is_grad_enabled():  # a graph of the backward pass is wanted: each user needs its own
-            return self.once(*kept)
+            made = self.once(*kept)
+            for node in reversed(moves):
+                made = move(made, node.mesh, src=node.src, dst=node.dst)
+            return made
         if self._made is None:
             self._made = self.once(*kept)
         made, self._served = self._made, self._served + 1
@@ -71,7 +92,7 @@ def recipe_of(x: Tensor) -> Recipe | None:
     return recipe if recipe is not None and recipe.fits(x) else None
 
 
-class Again(torch.autograd.Function):
+class Recomputed(torch.autograd.Function):
     """`make(*kept)`, of which backward keeps nothing else than `kept`: it runs again there."""
 
     @staticmethod

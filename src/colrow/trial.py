@@ -20,8 +20,8 @@ from colrow import comm
 from colrow.errors import DataError
 from colrow.parallelize import parallelize
 from colrow.params import fingerprint
-from colrow.rules import Plan
 from colrow.precision import KeepDouble
+from colrow.rules import Plan
 from colrow.together import Alike
 from colrow.verdict import Settings
 

@@ -76,7 +76,7 @@ class Attention(nn.Module):
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in pieces)  # (B, heads, T, D)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))  # (B, H, T, D)
+        k, v = (t.repeat_interleave(n, 1) if (n := self.heads // self.kv_heads) > 1 else t for t in (k, v))
         if self.training and self.drop.p > 0:
             scores = q @ k.transpose(-1, -2) / self.head_dim**0.5  # (B, H, T, T)
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
