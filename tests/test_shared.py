@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import colrow
 from colrow import comm, shared
@@ -145,19 +147,28 @@ def test_ranks_with_different_shapes_are_told(ranks: Any) -> None:
         assert "are in another call than all_reduce of" in said and total == 3.0
 
 
-def set_up_again() -> tuple[int, list[str]]:
+def of_groups_that_go() -> tuple[int, list[str]]:
     counts = []
     for _ in range(5):
-        comm.use_transport(mesh(), "shared")
-        comm.all_reduce(torch.ones(9), mesh())
+        group: Any = dist.new_group()
+        comm.all_reduce(torch.ones(9), DeviceMesh.from_group(group, "cpu"))
+        dist.destroy_process_group(group)
+        del group
         gc.collect()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        counts.append(sum("memfd:colrow" in _target(link) for link in Path("/proc/self/fd").iterdir()))
     return counts[-1] - counts[0], [file.name for file in Path("/dev/shm").glob("*colrow*")]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:  # the one that lists the folder
+        return ""
 
 
 def test_the_memory_has_no_name_and_goes_with_its_group(ranks: Any) -> None:
     """So nothing is left when a rank is killed, and two runs cannot meet."""
-    assert ranks(2).run(set_up_again) == [(0, [])] * 2
+    assert ranks(2).run(of_groups_that_go) == [(0, [])] * 2
 
 
 def in_a_fork() -> str:
@@ -196,16 +207,16 @@ def test_ranks_that_cannot_share_use_torchs_backend() -> None:
 
 def cannot_share() -> str:
     found, shared._host = shared._host, lambda: 0
+    group: Any = dist.new_group()
+    axis = DeviceMesh.from_group(group, "cpu")
     try:
-        comm.use_transport(mesh(), "auto")
-        total = comm.all_reduce(torch.ones(1), mesh())
+        total = comm.all_reduce(torch.ones(1), axis)
         assert float(total) == 2.0, "gloo"
-        comm.use_transport(mesh(), "shared")
+        comm.use_transport(axis, "shared")
     except colrow.RankError as error:
         return str(error)
     finally:
         shared._host = found
-        comm.use_transport(mesh(), "auto")
     return ""
 
 

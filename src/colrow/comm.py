@@ -14,10 +14,10 @@ cannot be, through the group's own backend. `use_transport` chooses.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, MutableSet, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ from colrow.shared import SharedMemory
 
 Transport = Literal["auto", "shared", "torch"]
 _MEMORIES: Final[MutableMapping[dist.ProcessGroup, SharedMemory | None]] = WeakKeyDictionary()
-"""What a group's ranks share, for as long as there is the group; None: they use its backend."""
+"""What a group's ranks share, for as long as there is the group; None: they cannot."""
+_ON_BACKEND: Final[MutableSet[dist.ProcessGroup]] = WeakSet()
+"""Groups that use torch's backend although they may share memory."""
 
 
 class Watch(TorchDispatchMode):
@@ -154,9 +156,9 @@ def use_transport(mesh: DeviceMesh, transport: Transport) -> None:
         RankError: "shared", and these ranks cannot share memory.
     """
     group = mesh.get_group()
-    _MEMORIES.pop(group, None)
+    _ON_BACKEND.discard(group)
     if transport == "torch":
-        _MEMORIES[group] = None
+        _ON_BACKEND.add(group)
     elif transport == "shared" and _shared(mesh) is None:
         given, fix = "its ranks cannot share memory", "Leave it at 'auto', or give 'torch'"
         allowed = "ranks of one user on one Linux host with an x86 processor, joined by gloo"
@@ -171,6 +173,8 @@ def _shared(mesh: DeviceMesh) -> SharedMemory | None:
     if torch.compiler.is_compiling():
         return None
     group = mesh.get_group()
+    if group in _ON_BACKEND:
+        return None
     if group not in _MEMORIES:
         _MEMORIES[group] = None  # for the exchanges of the set-up
         if mesh.device_type == "cpu" and dist.get_backend(group) == "gloo":

@@ -106,18 +106,11 @@ class Observer(comm.Watch):
 
     def kept(self, loss: Tensor, ignore: Iterable[Tensor]) -> tuple[Kept, ...]:
         """What the graph behind `loss` keeps, each memory once: not that of parameters, buffers and `ignore`."""
-        mine = [*self.model.parameters(), *self.model.buffers(), *ignore]
-        seen = {_memory(local_of(tensor)) for tensor in mine}
         found: list[Kept] = []
-        for node in sorted(_nodes(loss), key=self.number):
-            for tensor in map(local_of, _saved(node)):
-                memory, size = _memory(tensor), tensor.untyped_storage().nbytes()
-                if memory in seen or not size:
-                    continue
-                seen.add(memory)
-                at, dtype = self._at(self.number(node)), str(tensor.dtype).removeprefix("torch.")
-                shape = tuple(tensor.shape)
-                found.append(Kept(at.module, at.kind, at.layer, node.name(), shape, dtype, size))
+        for node, tensor in kept_tensors(loss, [*self.model.parameters(), *self.model.buffers(), *ignore]):
+            at, dtype = self._at(self.number(node)), str(tensor.dtype).removeprefix("torch.")
+            size, shape = tensor.untyped_storage().nbytes(), tuple(tensor.shape)
+            found.append(Kept(at.module, at.kind, at.layer, node.name(), shape, dtype, size))
         return tuple(found)
 
     def _enter(self, place: Place, module: nn.Module, args: Any) -> None:
@@ -153,6 +146,16 @@ class Observer(comm.Watch):
         """Where autograd created a node; the end of a pass belongs to the model."""
         place = 0 if node is None else bisect_right(self._since, node, key=lambda entry: entry[0])
         return self._since[place - 1][1] if place else Place("", "other", "")
+
+
+def kept_tensors(loss: Tensor, ignore: Iterable[Tensor]) -> Iterator[tuple[Any, Tensor]]:
+    """What the graph behind `loss` keeps, each memory once, with the node that keeps it: the first, by time."""
+    seen = {_memory(local_of(tensor)) for tensor in ignore}
+    for node in sorted(_nodes(loss), key=comm.Watch.number):
+        for tensor in map(local_of, _saved(node)):
+            if _memory(tensor) not in seen and tensor.untyped_storage().nbytes():
+                seen.add(_memory(tensor))
+                yield node, tensor
 
 
 def _nodes(loss: Tensor) -> Iterator[Any]:
