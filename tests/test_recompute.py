@@ -114,6 +114,15 @@ def test_second_derivatives_and_autocast(ranks: Any, case: Any) -> None:
     ranks(2).run(case)
 
 
+def unknown() -> None:
+    colrow.parallelize(gpt(layers=1), mesh(), recompute="all")  # pyright: ignore[reportArgumentType]
+
+
+def test_another_value_is_refused(ranks: Any) -> None:
+    (error,) = ranks(1).run(unknown, expect_errors=True)
+    assert "recompute='all'; it may be 'none' or 'elementwise'" in error.message
+
+
 def test_a_recipe_is_for_what_it_has_made_and_nothing_else() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     y = note(x * 2, lambda x: x * 2, x)

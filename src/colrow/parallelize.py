@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from colrow.become import become
 from colrow.checks import check_alike, check_model
 from colrow.dropout import Dropout
 from colrow.embedding import VocabEmbedding
-from colrow.errors import ColrowError, RankError
+from colrow.errors import ColrowError, PlanError, RankError
 from colrow.families.proposal import plan_for
 from colrow.gradients import PartialSums, Watched
 from colrow.head import VocabHead
@@ -80,21 +80,25 @@ def parallelize(
     with sequence parallelism two all-gathers and two reduce-scatters each way, and two more all-gathers in backward.
 
     Raises:
-        PlanError: the plan does not fit, or the model is split already; the model is as it was.
+        PlanError: the plan does not fit, `recompute` is no such value, or the model is split already; it is as it was.
         RankError: the ranks have different models or plans.
     """
     check_mesh(mesh, "colrow.parallelize")
+    check_recompute(recompute, "colrow.parallelize")
     added = sites_of_split(model)
     if added:
         _add(model, mesh, added)
         return model
     resolved = resolve_alike(model, mesh, plan, sequence_parallel, check_resettable)
-    apply(model, mesh, resolved, _own_values(model, mesh), check_inputs)
-    if recompute == "none":
-        for module in model.modules():
-            if isinstance(module, Replicated | Region):
-                vars(module).update(tp_again=False, tp_lean=False)
+    apply(model, mesh, resolved, _own_values(model, mesh), check_inputs, recompute)
     return model
+
+
+def check_recompute(recompute: str, where: str) -> None:
+    """Raises: PlanError: no such value."""
+    if recompute not in get_args(Recompute):
+        given, allowed = f"recompute={recompute!r}", " or ".join(map(repr, get_args(Recompute)))
+        raise PlanError(where, given, f"it may be {allowed}", "Leave it out, or give one of them")
 
 
 def find_plan(model: nn.Module, plan: Plan | None = None) -> Plan:
@@ -142,7 +146,9 @@ Values = Callable[[nn.Module], tuple[dict[str, Maker], dict[str, Tensor]]]
 """Where values come from: makers of the parameters, and the buffers, that a module owns directly, by short name."""
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, values: Values, checks: int) -> None:
+def apply(
+    model: nn.Module, mesh: DeviceMesh, resolved: Resolved, values: Values, checks: int, recompute: Recompute
+) -> None:
     """Replace every module's parameters by shards, then its class. The plan is agreed; `checks` calls check inputs."""
     sums = PartialSums(mesh)
     by_name = {site.name: site for site in resolved.sites}
@@ -152,6 +158,8 @@ def apply(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, values: Values
             continue  # a container in an adapter
         _fill(module, by_name[name], comm.device(mesh), values, done)
         _convert(module, by_name[name], mesh, sums, root=module is model)
+        if recompute != "none" and isinstance(by_name[name].rule, rules.Norm | rules.Mlp):
+            vars(module)["tp_again"] = True
     sums.watch(done.values())
     become(model, LanguageModel if callable(getattr(model, "generate", None)) else Model, keeps_signature=True)
     vars(model)["checks_left"] = checks
@@ -226,8 +234,6 @@ def _convert(module: nn.Module, site: Site, mesh: DeviceMesh, sums: PartialSums,
     if isinstance(module, Region):
         attributes |= {"tp_heads": site.heads, "tp_sums": isinstance(site.rule, rules.Moe)}
         attributes |= {f"tp_{at}": getattr(site.rule, at) for at in ("per_head", "residual") if hasattr(site.rule, at)}
-    attributes |= {"tp_again": True} if isinstance(site.rule, rules.Norm) else {}
-    attributes |= {"tp_lean": True} if isinstance(site.rule, rules.Mlp) else {}
     if isinstance(site.rule, rules.Block):
         attributes |= {"tp_last": site.rule.last}
     if isinstance(module, Dropout | ColumnLinear):

@@ -21,7 +21,7 @@ from colrow.errors import CheckpointError, PlanError
 from colrow.folder import Folder
 from colrow.folder_out import TOKENIZER_FILES, FolderWriter
 from colrow.layout import check_mesh
-from colrow.parallelize import Maker, apply, resolve_alike
+from colrow.parallelize import Maker, Recompute, apply, check_recompute, resolve_alike
 from colrow.params import splits, true_name, unshard
 from colrow.rules import Plan
 from colrow.split import Split
@@ -38,13 +38,14 @@ def load_pretrained(
     model_class: type[nn.Module] | None = None,
     dtype: torch.dtype | None = None,
     sequence_parallel: bool = True,
+    recompute: Recompute = "elementwise",
     check_inputs: int = 3,
 ) -> Any:
     """A split model from a Hugging Face folder. Each rank reads its own slices of the files, and nothing else.
 
     Arguments:
         path: a folder with config.json and *.safetensors, one file or several with an index. Nothing is downloaded.
-        mesh, plan, sequence_parallel, check_inputs: as in `colrow.parallelize`.
+        mesh, plan, sequence_parallel, recompute, check_inputs: as in `colrow.parallelize`.
         model_class: a class of transformers, Auto or not; the files may have more than it needs. Without it, the one
             that config.json names.
         dtype: of the weights; without it, the one that config.json names, or else the files'. Parts that the class
@@ -61,6 +62,7 @@ def load_pretrained(
         PlanError, RankError: as `colrow.parallelize`.
     """
     check_mesh(mesh, "colrow.load_pretrained")
+    check_recompute(recompute, "colrow.load_pretrained")
     path = Path(path)
     with together(mesh, "colrow.load_pretrained"):
         config, folder = read_config(path), Folder(path)
@@ -77,7 +79,7 @@ def load_pretrained(
         return makers, {short: buffer for short, buffer in buffers.items() if buffer is not None}
 
     with together(mesh, "colrow.load_pretrained"):
-        apply(model, mesh, resolved, values, check_inputs)
+        apply(model, mesh, resolved, values, check_inputs, recompute)
     return model.eval()
 
 

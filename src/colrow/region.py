@@ -62,7 +62,7 @@ class Region(SplitModule):
         tp_per_head: names of arguments (batch x heads, ...).
         tp_residual: the name of an argument that is in the stream, as the output is.
         tp_sums: whether what its layers give are terms, to be summed by g at its exit.
-        tp_lean: whether its activations may be made again in backward.
+        tp_again: whether its activations may be made again in backward.
     """
 
     sharded: bool
@@ -70,7 +70,7 @@ class Region(SplitModule):
     tp_per_head: tuple[str, ...] = ()
     tp_residual: str | None = None
     tp_sums: bool = False
-    tp_lean: bool = False
+    tp_again: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, args, kwargs = self.stream_first(args, kwargs)
@@ -120,7 +120,7 @@ class Region(SplitModule):
         return FunctionalDropout(self.mesh, S(0) if self.sharded else I, heads, features=heads is None)
 
     def _lean(self) -> AbstractContextManager[Any]:
-        lean = self.tp_lean and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        lean = self.tp_again and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         return Lean() if lean else nullcontext()
 
     def _mark_heads(self, out: Any) -> None:
