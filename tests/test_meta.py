@@ -123,10 +123,12 @@ def live() -> Iterator[Live]:
 
 def peak_of(meta: bool) -> tuple[int, int, int, int]:
     options = {"layers": 10, "vocab": 96, "ffn": 128}
+    colrow.use_transport(mesh(), "torch")  # shared memory is no tensor of the model
     with live() as mode:
         model = on_meta(**options) if meta else gpt(**options)
         sizes = [p.numel() * p.element_size() for p in model.parameters()]
         colrow.parallelize(model, mesh())
+    colrow.use_transport(mesh(), "auto")
     shards = sum(local_of(p).numel() * 4 for p in model.parameters())
     return mode.peak, shards, max(sizes), sum(sizes)
 
