@@ -11,6 +11,7 @@ ORDER = (
     "shared",
     "comm",
     "moves",
+    "dtensor",
     "params",
     "gradients",
     "context",
@@ -98,7 +99,7 @@ MAX_FILE = 300
 MAX_FUNCTION = 60
 MAX_BY_FILE = {"models/gpt.py": 150, "train.py": 249}
 MAY_CALL_TO_LOCAL = {"params.py"}
-MAY_USE_PRIVATE_TORCH = {"comm.py", "gradients.py"}
+MAY_USE_PRIVATE_TORCH = {"comm.py", "gradients.py", "dtensor.py"}
 
 
 def import_direction(source: str, path: str) -> list[str]:

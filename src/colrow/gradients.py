@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from colrow import comm
+from colrow.dtensor import as_dtensor
 from colrow.layout import I, P
 from colrow.moves import move
 from colrow.params import agree, local, local_of, shard
@@ -112,9 +113,10 @@ class PartialSums:
             if torch.is_grad_enabled():  # a graph of the backward pass is wanted: sum at once, differentiably
                 total = move(local(grad, grad=P), self.mesh, src=P, dst=I)
                 return DTensor.from_local(total, self.mesh, [Replicate()], run_check=False)
-            term = _Term(leaf, local_of(grad), torch.zeros_like(local_of(grad)))
+            mine = local_of(grad)
+            term = _Term(leaf, mine, torch.zeros_like(mine))
             self._current_pass().terms[id(leaf)] = term
-            return DTensor.from_local(term.stand_in, self.mesh, [Replicate()], run_check=False)
+            return as_dtensor(term.stand_in, grad.device_mesh, Replicate(), grad.shape, mine.stride())
 
         return hook
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from colrow import comm
+from colrow.dtensor import ToLocal
 from colrow.errors import ShapeError
 from colrow.layout import Layout, R, S
 from colrow.split import Split
@@ -36,7 +37,10 @@ def local(param: Tensor, *, grad: Layout) -> Tensor:
     if split != (grad.dim % param.dim() if isinstance(grad, S) else None):
         given = f"a parameter at rest as {at_rest} read as {grad}"
         raise ShapeError("colrow.local", given, "shards are read as S(dim), the others as R or I", "Correct grad=")
-    return param.to_local(grad_placements=[grad.dual.placement if split is None else Shard(split)])
+    placement = grad.dual.placement if split is None else Shard(split)
+    if param.device_mesh.ndim > 1 or torch.compiler.is_compiling():
+        return param.to_local(grad_placements=[placement])
+    return ToLocal.apply(param, placement)
 
 
 def read(param: Tensor, split: Split | None, mesh: DeviceMesh, grad: Layout) -> Tensor:
