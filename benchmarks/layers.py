@@ -160,6 +160,7 @@ def contenders(
 
     return {
         "one process": (lambda model: model, same, "auto"),
+        "one process, one core": (lambda model: model, same, "auto"),
         "colrow, tp 1": (ours(alone), same, "auto"),
         "colrow TP": (ours(mesh, sequence_parallel=False), same, "shared"),
         "colrow TP + SP": (ours(mesh), same, "shared"),
