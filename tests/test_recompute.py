@@ -147,6 +147,26 @@ def test_gates_in_either_order(act: Any) -> None:
         assert all(relative(a, b) <= FP64 for a, b in zip(got, wanted, strict=True))
 
 
+def test_a_gate_that_is_cut_from_the_graph_stays_cut() -> None:
+    gate, up = (torch.randn(5, 7, requires_grad=True) for _ in range(2))
+    with Lean():
+        y = F.silu(gate).detach() * up
+        z = F.silu(gate).view(35).view(5, 7).detach().requires_grad_() * up
+    assert torch.autograd.grad(y.sum(), gate, allow_unused=True) == (None,)
+    assert torch.autograd.grad(z.sum(), gate, allow_unused=True) == (None,)
+
+
+def kept_outputs() -> list[bool]:
+    model = tiny("bert", "AutoModel")
+    split: Any = colrow.parallelize(model, mesh(), sequence_parallel=False)
+    outs = split(**batch(model), output_hidden_states=True)
+    return [recipe_of(x) is not None for x in (outs.last_hidden_state, *outs.hidden_states)]
+
+
+def test_what_leaves_the_model_does_not_hold_the_graph(ranks: Any) -> None:
+    assert not any(flag for flags in ranks(2).run(kept_outputs) for flag in flags)
+
+
 def test_products_of_other_shapes_and_frozen_gates_are_right() -> None:
     gate, up = torch.randn(5, 7, requires_grad=True), torch.randn(7, requires_grad=True)
     with Lean():

@@ -20,6 +20,7 @@ from colrow.layout import I, S
 from colrow.moves import move
 from colrow.norm import SplitModule
 from colrow.params import fingerprint, local
+from colrow.recompute import forget
 from colrow.region import close
 
 
@@ -133,6 +134,7 @@ def _whole(out: Any, mesh: DeviceMesh) -> Any:
         src = S(placement.dim, size=out.shape[placement.dim])
         return move(local(out, grad=S(placement.dim)), out.device_mesh, src=src, dst=I)
     if isinstance(out, Tensor):
+        forget(out)
         heads = noted_heads(out)
         if heads is not None:  # probabilities, say
             mine = out.narrow(1, 0, heads[mesh.get_local_rank()])

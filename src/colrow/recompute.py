@@ -57,6 +57,10 @@ class Recipe:
             return self, tuple(tensor.detach() for tensor in self.kept)
         return (lambda *kept: self(*kept, moves=moves)), self.kept
 
+    def made_by_graph(self, x: Tensor) -> bool:
+        """Whether x is what the recipe made, in the graph as it was: neither cut from it nor led through anything."""
+        return x.grad_fn is self._node
+
     def __call__(self, *kept: Tensor, moves: Sequence[Any] = ()) -> Tensor:
         """The tensor, (..., its last dimension): made for the first user, let go with the last."""
         if torch.is_grad_enabled():  # a graph of the backward pass is wanted: each user needs its own
@@ -82,6 +86,12 @@ def note(y: Tensor, make: Make, *kept: Tensor) -> Tensor:
     if y.is_contiguous() and y.storage_offset() == 0 and all(x is not y for x in kept):
         y.untyped_storage().colrow_recipe = Recipe(y, make, kept)  # pyright: ignore[reportAttributeAccessIssue]
     return y
+
+
+def forget(x: Tensor) -> None:
+    """Take the note off x's memory: x leaves the model, and whoever keeps a copy of it should not keep the graph."""
+    if hasattr(x.untyped_storage(), "colrow_recipe"):
+        del x.untyped_storage().colrow_recipe  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def recipe_of(x: Tensor) -> Recipe | None:
@@ -121,7 +131,8 @@ class Lean(TorchFunctionMode):
         if func in _PRODUCTS and len(args) == 2 and not kwargs:
             for gated, other in (args, args[::-1]):
                 recipe = recipe_of(gated) if isinstance(gated, Tensor) and isinstance(other, Tensor) else None
-                if recipe is not None and gated.shape == other.shape and gated.dtype == other.dtype:
+                alike = recipe is not None and gated.shape == other.shape and gated.dtype == other.dtype
+                if recipe is not None and alike and recipe.made_by_graph(gated):
                     return _gate(recipe, gated, other)
         return func(*args, **kwargs)
 
