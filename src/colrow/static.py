@@ -16,8 +16,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from colrow.context import Call, running
+from colrow.dtensor import ToLocal
 from colrow.errors import LayoutError
 from colrow.layout import Layout, S, check_layout, chunk_sizes
 from colrow.linear import _LeanLinear
@@ -148,7 +150,12 @@ def _hooks(mesh: DeviceMesh) -> dict[Any, Callable[..., None]]:
         spmd.assert_type(target, {group: kinds["I"]})
         spmd.assert_type_like(outputs, target, {group: kinds["I"]})
 
-    return {Move: move, _LeanLinear: linear, _VocabLoss: loss}
+    def to_local(outputs: Tensor, *, param: DTensor, placement: Placement) -> None:
+        spmd.rules.ignore(param)  # at rest it has a placement, and no layout
+        shared = "R" if placement.is_partial() else "I"  # the placement is the gradient's
+        spmd.assert_type(outputs, {group: kinds["S" if isinstance(placement, Shard) else shared]})
+
+    return {Move: move, ToLocal: to_local, _LeanLinear: linear, _VocabLoss: loss}
 
 
 def _refused(where: str, error: Exception) -> LayoutError:
